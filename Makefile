@@ -1,0 +1,42 @@
+# Everything here works on a fresh Linux machine with Python 3.11+, make, and a Python package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test check fmt lint type unit integration bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/milepost demo
+
+test: setup
+	$(BIN)/python -m pytest tests
+
+check: setup lint type unit
+
+fmt: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+type: setup
+	$(BIN)/mypy
+
+unit: setup
+	$(BIN)/python -m pytest tests/unit
+
+integration: setup
+	$(BIN)/python -m pytest tests/integration
+
+clean:
+	rm -rf $(VENV) demo-run .mypy_cache .ruff_cache .pytest_cache

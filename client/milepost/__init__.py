@@ -1,0 +1,70 @@
+"""milepost: checkpoints for PyTorch training that cost the trainer next to nothing.
+
+```python
+from milepost import Checkpointer
+
+with Checkpointer("/shared/run-7/checkpoints") as ck:
+    for step, batch in enumerate(batches):
+        train(batch)
+        if step % 100 == 0:
+            ck.save(step, {"model": model, "optimizer": optimizer})
+```
+
+Names are loaded on first use, so that the daemon, the command line and tests of the protocol can
+use this package without importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from milepost.checkpointer import Checkpointer
+    from milepost.errors import (
+        CorruptCheckpoint,
+        LoadFailed,
+        MilepostError,
+        Rejected,
+        SaveFailed,
+        StorageError,
+        Unavailable,
+        UsageError,
+    )
+    from milepost.restore import LoadReport
+    from milepost.retention import KeepEvery, KeepLast, Protect
+    from milepost.save import Checkpoint, Save
+
+__all__ = [
+    "Checkpoint",
+    "Checkpointer",
+    "CorruptCheckpoint",
+    "KeepEvery",
+    "KeepLast",
+    "LoadFailed",
+    "LoadReport",
+    "MilepostError",
+    "Protect",
+    "Rejected",
+    "Save",
+    "SaveFailed",
+    "StorageError",
+    "Unavailable",
+    "UsageError",
+]
+
+_HOMES = {
+    "Checkpoint": "save",
+    "Checkpointer": "checkpointer",
+    "KeepEvery": "retention",
+    "KeepLast": "retention",
+    "LoadReport": "restore",
+    "Protect": "retention",
+    "Save": "save",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"milepost.{_HOMES.get(name, 'errors')}"), name)

@@ -1,0 +1,799 @@
+"""`Checkpointer`: the one object a trainer touches.
+
+Owns the order of a save on the trainer: collect the items, see whether the structure is known, get
+a layout if not, take a free slot, copy, tell the daemon. Everything after that happens elsewhere;
+what the daemon says arrives on the connection's thread and ends the handles. No collective is ever
+called, and no process group is made.
+
+Threads: public methods are for the trainer's thread, one call at a time; handles are safe anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+
+from milepost.connection import Connection, error_of, fetch_status
+from milepost.embedded import START_S, ensure_daemon
+from milepost.errors import (
+    LoadFailed,
+    MilepostError,
+    Rejected,
+    SaveFailed,
+    Unavailable,
+    UsageError,
+)
+from milepost.offer import encode_offer, unpack_assigned
+from milepost.protocol import (
+    AbortWanted,
+    Cause,
+    ClientMessage,
+    Concluded,
+    DaemonMessage,
+    Join,
+    Joined,
+    Keep,
+    LayoutReady,
+    Leave,
+    Left,
+    NodeRef,
+    Offered,
+    Progress,
+    Refused,
+    SaveRef,
+    Skipped,
+    SlotFreed,
+    Staged,
+    Unable,
+    Welcome,
+)
+from milepost.rendezvous import Group, Introduction, Meeting, join_group, meet, tell_all
+from milepost.restore import LoadReport, load_checkpoint
+from milepost.retention import Policy
+from milepost.run_dir import default_run_dir
+from milepost.save import Checkpoint, Save
+from milepost.staging import Stager
+from milepost.state import (
+    Items,
+    collect,
+    fingerprint,
+    flatten,
+    make_offer,
+    serialise_objects,
+    with_per_rank,
+)
+from milepost.storage import Root, check_name
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.planner import SavePlanner
+
+    from milepost.arena import Slot
+
+log = logging.getLogger("milepost")
+
+JOIN_S: Final = 30.0
+"""How long a daemon that answered hello may take to give a rank its place."""
+
+LEAVE_S: Final = 10.0
+"""How long `close()` waits for the daemon's goodbye once nothing is pending."""
+
+LAYOUTS_MAX: Final = 8
+"""Structures whose layouts are remembered: with and without optimizer state, say, in turn."""
+
+STEP_MAX: Final = 2**63 - 1
+"""Largest step: what msgpack and the manifest hold."""
+
+JOB_VARIABLES: Final = ("MILEPOST_JOB", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "JOB_NAME")
+"""Where launchers say what the job is called, first match wins."""
+
+
+class _Plan:
+    """What is known about one structure: the layout this rank was given for it."""
+
+    def __init__(self, layout_id: str, assigned: tuple[int, ...]) -> None:
+        self.layout_id = layout_id
+        self.assigned = assigned
+
+
+class Checkpointer:
+    """Saves a training run's state without stopping it, and loads it again.
+
+    Args:
+        root: directory of this run's checkpoints, on a file system that all nodes share; made if
+            missing.
+        process_group: the ranks that save together; None: the default group, or one process
+            without torch.distributed.
+        planner: a torch `SavePlanner`, as for `dcp.save`; its local half runs on every rank, its
+            `create_global_plan` on rank 0.
+        run_dir: run directory of a running daemon; None: `$MILEPOST_RUN_DIR`, else a daemon is
+            started for the node.
+        job: a name for the run; None: from the launcher's environment, else from the root.
+        slots: how many saves may be under way at once, at least 2; each costs host memory of one
+            image.
+        on_busy: with no slot free, "wait" for one, or "skip" the save, on all ranks.
+        on_failure: when a save fails, "warn" in the log, or "raise" at the next `save()` and at
+            `close()`.
+        overwrite: allow a step that this attempt saved, or resumed from, to be saved again.
+        keep: which checkpoints stay: `KeepLast(n)`, `KeepEvery(steps)`, `Protect(steps)`, combined
+            with `|`; None: all.
+        staging: "blocking": `save()` returns when the copy is complete.
+        optimizer: for other staging modes.
+        deadline_s: how long one save may take, all stages together.
+
+    Raises:
+        UsageError: an argument is wrong, or ranks disagree.
+        Unavailable: no daemon answers, or a rank is missing.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        process_group: dist.ProcessGroup | None = None,
+        planner: SavePlanner | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        job: str | None = None,
+        slots: int = 2,
+        on_busy: Literal["wait", "skip"] = "wait",
+        on_failure: Literal["warn", "raise"] = "warn",
+        overwrite: bool = False,
+        keep: Policy | None = None,
+        staging: Literal["blocking"] = "blocking",
+        optimizer: torch.optim.Optimizer | None = None,
+        deadline_s: float = 600.0,
+    ) -> None:
+        _check_choice("on_busy", on_busy, ("wait", "skip"))
+        _check_choice("on_failure", on_failure, ("warn", "raise"))
+        _check_choice("staging", staging, ("blocking",))
+        if optimizer is not None:
+            raise UsageError(
+                "usage", "optimizer= has no effect with staging='blocking'", "leave it out"
+            )
+        if slots < 2:
+            raise UsageError(
+                "usage", f"slots is {slots!r}, below 2", "one is written while one is filled"
+            )
+        if not deadline_s > 0:
+            raise UsageError("usage", f"deadline_s is {deadline_s!r}, not above 0")
+        if keep is not None and not isinstance(keep, Policy):
+            raise UsageError(
+                "usage", f"keep is a {type(keep).__name__}", "use KeepLast(n) and the like"
+            )
+        self.root = Path(os.path.realpath(root))
+        self._process_group = process_group
+        self._planner = planner
+        self._on_busy = on_busy
+        self._on_failure = on_failure
+        self._overwrite = overwrite
+        self._keep = Keep() if keep is None else keep.rules()
+        self._deadline_s = float(deadline_s)
+        self._group: Group = join_group(process_group)
+        self.rank, self.world = self._group.rank, self._group.world
+
+        given = run_dir if run_dir is not None else os.environ.get("MILEPOST_RUN_DIR") or None
+        self._is_embedded = given is None
+        self._run_dir = Path(given).absolute() if given is not None else default_run_dir(os.environ)
+
+        self._changed = threading.Condition()
+        """Guards all that both threads touch, from here to `_count`."""
+        self._connection: Connection | None = None
+        self._is_joined = False
+        self._has_left = False
+        self._refusal: Cause | None = None
+        self._saves: dict[str, Save] = {}
+        """Saves that have not ended."""
+        self._held: dict[str, Slot] = {}
+        """Slots that a save uses, by save_id."""
+        self._layouts_ready: dict[str, LayoutReady] = {}
+        self._plans: dict[str, _Plan] = {}
+        """By fingerprint."""
+        self._failures: list[Save] = []
+        """Saves that failed and were not yet raised, with on_failure="raise"."""
+
+        self._count = 0
+        self._saved: dict[str, Save | None] = {}
+        """Directory names this attempt has saved under, or resumed from (None)."""
+        self._is_closed = False
+        self._preparing: threading.Thread | None = None
+        self._loads = 0
+
+        welcome = self._connect()
+        self.node: NodeRef = welcome.node
+        self._meeting: Meeting = meet(
+            self._group,
+            Introduction(
+                self.node, str(self.root), _job_name(job, self.root), str(torch.__version__)
+            ),
+            self._claim,
+        )
+        self.job, self.attempt = self._meeting.job, self._meeting.attempt
+        self._stager = Stager(self.job, self.attempt, self.rank, slots=slots)
+        self._slots = slots
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except MilepostError as failure:
+            if error is None:
+                raise
+            log.warning("while another error went through: %s", failure)
+
+    def __repr__(self) -> str:
+        return f"<Checkpointer rank {self.rank} of {self.world}, job {self.job}, root {self.root}>"
+
+    def _claim(self) -> int:
+        """Make the root and take the next attempt number; on rank 0."""
+        root = Root(self.root)
+        root.prepare()
+        return root.claim_attempt(_job_name(None, self.root))
+
+    # --- the daemon
+
+    def _connect(self) -> Welcome:
+        """Start a daemon if it is ours to start, and say hello."""
+        if self._is_embedded:
+            ensure_daemon(self._run_dir)
+        connection = Connection(self._run_dir, self._heard, self._lost)
+        welcome = connection.open(START_S)
+        with self._changed:
+            self._connection = connection
+            self._is_joined = self._has_left = False
+            self._refusal = None
+        return welcome
+
+    def _join(self) -> None:
+        """Make sure this rank has its place at a living daemon.
+
+        Raises Unavailable or Rejected.
+        """
+        with self._changed:
+            if self._connection is not None and self._is_joined:
+                return
+            connection = self._connection
+        if connection is None:
+            welcome = self._connect()
+            if welcome.node != self.node:
+                raise Unavailable(
+                    "daemon-lost",
+                    f"node {self.node.node_id} came back as {welcome.node.node_id} at "
+                    f"{welcome.node.address}, which the other nodes do not know",
+                    "make a new Checkpointer on every rank",
+                )
+        self._send(
+            Join(
+                job=self.job,
+                attempt=self.attempt,
+                root=str(self.root),
+                rank=self.rank,
+                node_of_rank=self._meeting.node_of_rank,
+                cohort=self._meeting.cohort,
+                keep=self._keep,
+                deadline_s=self._deadline_s,
+            )
+        )
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_joined or self._refusal is not None or self._connection is None,
+                JOIN_S,
+            )
+            if self._is_joined:
+                return
+            refusal = self._refusal
+        if refusal is not None:
+            raise error_of(refusal, Rejected)
+        raise Unavailable(
+            "daemon-lost", f"the daemon in {self._run_dir} did not give rank {self.rank} its place"
+        )
+
+    def _send(self, message: ClientMessage) -> None:
+        with self._changed:
+            connection = self._connection
+        if connection is not None:
+            connection.send(message)
+
+    def _heard(self, message: DaemonMessage) -> None:
+        """Take a message; on the connection's thread."""
+        match message:
+            case Joined():
+                with self._changed:
+                    self._is_joined = True
+                    self._changed.notify_all()
+            case LayoutReady():
+                with self._changed:
+                    self._layouts_ready[message.save_id] = message
+                    self._changed.notify_all()
+            case Progress():
+                with self._changed:
+                    save = self._saves.get(message.save_id)
+                if save is not None and save.phase != "staging":
+                    save.advance(message.phase)
+            case Concluded():
+                self._concluded(message)
+            case SlotFreed():
+                self._free_slot(message.save_id)
+            case Left():
+                with self._changed:
+                    self._has_left = True
+                    self._changed.notify_all()
+            case Refused():
+                with self._changed:
+                    self._refusal = message.cause
+                    self._changed.notify_all()
+            case _:
+                pass
+
+    def _lost(self, cause: Cause) -> None:
+        """End what waits for a daemon that is gone; on the connection's thread."""
+        with self._changed:
+            self._connection = None
+            self._is_joined = False
+            pending = list(self._saves)
+            self._changed.notify_all()
+        placed = Cause(cause.code, cause.message, cause.hint, self.node.node_id, self.rank)
+        for save_id in pending:
+            self._end(save_id, "failed", placed)
+            self._free_slot(save_id)
+
+    def _concluded(self, message: Concluded) -> None:
+        if not message.layout_valid:
+            with self._changed:
+                self._plans.clear()
+        if message.slot_free:
+            self._free_slot(message.save_id)
+        if message.outcome == "committed":
+            with self._changed:
+                save = self._saves.pop(message.save_id, None)
+                self._changed.notify_all()
+            if save is not None:
+                save.commit(
+                    Checkpoint(
+                        save.step, Path(message.path), message.checkpoint_bytes, message.elapsed_s
+                    )
+                )
+            return
+        cause = message.cause or Cause("internal", "the daemon gave no reason")
+        self._end(message.save_id, message.outcome, cause)
+
+    def _end(self, save_id: str, phase: str, cause: Cause) -> None:
+        """End a save that did not become a checkpoint."""
+        with self._changed:
+            save = self._saves.pop(save_id, None)
+            if save is None:
+                return
+            if self._on_failure == "raise" and phase != "skipped":
+                self._failures.append(save)
+            self._changed.notify_all()
+        save.fail(phase, cause)
+        if phase != "skipped":
+            log.warning("save %s of step %s %s: %s", save_id, save.step, phase, save.failure())
+
+    def _free_slot(self, save_id: str) -> None:
+        with self._changed:
+            slot = self._held.pop(save_id, None)
+            if slot is not None:
+                slot.release()
+            self._changed.notify_all()
+
+    # --- saving
+
+    def prepare(self, state: Mapping[str, Any], wait: bool = True) -> None:
+        """Pay now for what the first save would pay: plan, reserve and pin memory, touch its pages.
+
+        All ranks call it with the state that they are going to save.
+
+        Args:
+            state: as for `save`; nothing of it is kept.
+            wait: False: in the background; a `save()` meanwhile waits for it.
+
+        Raises:
+            UsageError: the state cannot be saved; names the keys.
+            Rejected, Unavailable, SaveFailed: planning failed. Only with `wait`; else it is logged,
+                and the first save tries again.
+        """
+        self._check_open()
+        self._finish_preparing()
+        ref = self._next_ref(0, "prepare", is_plan_only=True)
+        if wait:
+            self._prepare(ref, state)
+            return
+
+        def prepare() -> None:
+            try:
+                self._prepare(ref, state)
+            except Exception as error:
+                log.warning("prepare failed, the first save will be slow: %s", error)
+
+        self._preparing = threading.Thread(target=prepare, name="milepost-prepare", daemon=True)
+        self._preparing.start()
+
+    def _finish_preparing(self) -> None:
+        thread, self._preparing = self._preparing, None
+        if thread is not None:
+            thread.join()
+
+    def _prepare(self, ref: SaveRef, state: Mapping[str, Any]) -> None:
+        save = Save(ref.step, ref.save_id, lambda: None)
+        with self._changed:
+            self._saves[ref.save_id] = save
+        try:
+            self._join()
+            items = self._collect(state, None)
+            self._plan(ref, save, items, fingerprint(items, (self.world, self.rank)))
+            self._stager.fault_in()
+        except MilepostError as error:
+            self._give_up(ref, error)
+            raise
+        finally:
+            with self._changed:
+                self._saves.pop(ref.save_id, None)
+                self._failures = [each for each in self._failures if each is not save]
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        per_rank: Mapping[str, Any] | None = None,
+        checkpoint_id: str | None = None,
+    ) -> Save:
+        """Save the state; return when it is copied and may change. All ranks call it alike.
+
+        Args: step: the trainer's step, 0 or more. state: what `dcp.save` takes: nested dicts,
+        lists, tensors, DTensors, modules, optimizers and other Stateful objects, picklable objects.
+        Tensors are read during the call only. per_rank: state that differs by rank (random
+        generators, data loaders): comes back to its rank in `LoadReport.per_rank`. checkpoint_id:
+        the directory's name below the root; None: `step_<step>`.
+
+        Raises:
+            UsageError: what was passed cannot be saved; nothing was written. With
+                `on_failure="raise"` also SaveFailed, for an earlier save.
+        """
+        started_s = time.monotonic()
+        self._check_open()
+        self._raise_failures()
+        if type(step) is not int or not 0 <= step <= STEP_MAX:
+            raise UsageError("usage", f"step is {step!r}, not a whole number from 0 to {STEP_MAX}")
+        name = check_name(f"step_{step}" if checkpoint_id is None else checkpoint_id)
+        self._check_repeated(name)
+        self._finish_preparing()
+        ref = self._next_ref(step, name)
+        save = Save(step, ref.save_id, lambda: self._send(AbortWanted(save=ref)))
+        with self._changed:
+            self._saves[ref.save_id] = save
+        self._saved[name] = save
+        try:
+            self._join()
+            self._check_foreign(name)
+            items = self._collect(state, per_rank)
+            if self._take_turn(ref, save):
+                self._stage(ref, save, items)
+        except UsageError as error:
+            self._give_up(ref, error)
+            raise
+        except MilepostError as error:
+            self._give_up(ref, error)
+        except BaseException as error:
+            self._give_up(
+                ref, SaveFailed("internal", f"rank {self.rank} could not stage: {error!r}")
+            )
+            raise
+        save.stall_s = time.monotonic() - started_s
+        return save
+
+    def _next_ref(self, step: int, name: str, *, is_plan_only: bool = False) -> SaveRef:
+        self._count += 1
+        return SaveRef(
+            job=self.job,
+            save_id=f"{self.attempt}-{self._count}",
+            step=step,
+            name=name,
+            # What stands under the name belongs to an abandoned future, or overwriting was asked
+            # for: `_check_repeated` and `_check_foreign` have refused the rest.
+            overwrite=True,
+            is_plan_only=is_plan_only,
+        )
+
+    def _check_repeated(self, name: str) -> None:
+        if self._overwrite or name not in self._saved:
+            return
+        earlier = self._saved[name]
+        if earlier is None:
+            what = "this attempt resumed from it"
+        elif earlier.phase in ("failed", "skipped"):
+            return
+        else:
+            what = f"save {earlier.save_id} of this attempt is {earlier.phase}"
+        raise UsageError(
+            "already-committed",
+            f"{name} is taken: {what}",
+            "save another step, or make the Checkpointer with overwrite=True",
+        )
+
+    def _check_foreign(self, name: str) -> None:
+        """Refuse to replace a directory that milepost did not write; one rank looks for all."""
+        if self.rank != 0 or self._overwrite:
+            return
+        path = self.root / name
+        if path.exists() and not (path / ".milepost").exists():
+            raise UsageError(
+                "already-committed",
+                f"{path} exists and was not written by milepost",
+                "save under another name, or make the Checkpointer with overwrite=True",
+            )
+
+    def _collect(self, state: Mapping[str, Any], per_rank: Mapping[str, Any] | None) -> Items:
+        flat, paths = flatten(with_per_rank(state, per_rank, self.rank))
+        return collect(flat, paths)
+
+    def _take_turn(self, ref: SaveRef, save: Save) -> bool:
+        """Wait until fewer saves than slots are under way, or skip; False: this save has ended."""
+        with self._changed:
+            if len(self._held) >= self._slots and self._on_busy == "skip":
+                busy = ", ".join(
+                    f"step {held.step} is {held.phase}"
+                    for held in (self._saves.get(save_id) for save_id in self._held)
+                    if held is not None
+                )
+                self._send_locked(
+                    Skipped(
+                        save=ref,
+                        reason=f"rank {self.rank} has all {self._slots} slots in use: {busy}",
+                    )
+                )
+                return False
+            has_room = self._changed.wait_for(
+                lambda: len(self._held) < self._slots or save.done(), self._deadline_s
+            )
+        if save.done():
+            return False
+        if not has_room:
+            raise Rejected(
+                "busy",
+                f"no slot became free within {self._deadline_s:g} s: storage is slower than saves "
+                "come",
+                "save less often, or see `milepost status`",
+            )
+        return True
+
+    def _send_locked(self, message: ClientMessage) -> None:
+        if self._connection is not None:
+            self._connection.send(message)
+
+    def _stage(self, ref: SaveRef, save: Save, items: Items) -> None:
+        """Copy the state into a slot and tell the daemon."""
+        structure = fingerprint(items, (self.world, self.rank))
+        with self._changed:
+            plan = self._plans.get(structure)
+        objects = None
+        if plan is None:
+            objects = self._plan(ref, save, items, structure)
+            if objects is None:
+                return
+        else:
+            self._stager.lay_out(items, plan.assigned, plan.layout_id)
+        if save.done():
+            return
+        slot = self._stager.free_slots()[0]
+        staged = self._stager.stage(slot, ref, items, objects=objects)
+        with self._changed:
+            if save.done():
+                # Another rank could not go on: nobody is going to read this image.
+                staged.slot.release()
+                return
+            self._held[ref.save_id] = staged.slot
+        save.advance("staged")
+        self._send(
+            Staged(
+                save=ref,
+                layout_id=staged.record.layout_id,
+                arena=str(staged.arena),
+                slot=staged.slot.index,
+                image_bytes=staged.record.image_bytes,
+            )
+        )
+
+    def _plan(
+        self, ref: SaveRef, save: Save, items: Items, structure: str
+    ) -> dict[int, bytes] | None:
+        """Offer the items, wait for this rank's layout and put it in force.
+
+        Returns the serialised objects; None if the save ended meanwhile. Raises UsageError
+        ("unpicklable"), Rejected ("shm-too-small").
+        """
+        objects = serialise_objects(items)
+        offer = make_offer(items, objects, with_digests=self.world > 1)
+        self._send(Offered(save=ref, fingerprint=structure, offer=encode_offer(offer)))
+        with self._changed:
+            self._changed.wait_for(
+                lambda: ref.save_id in self._layouts_ready or save.done(), self._deadline_s + JOIN_S
+            )
+            ready = self._layouts_ready.pop(ref.save_id, None)
+        if ready is None:
+            if not save.done():
+                raise Unavailable("timeout", f"no layout came within {self._deadline_s:g} s")
+            if ref.is_plan_only:
+                raise save.failure()
+            return None
+        for warning in ready.warnings if self.rank == 0 else ():
+            log.warning("%s", error_of(warning, MilepostError))
+        plan = _Plan(ready.layout_id, tuple(unpack_assigned(ready.assigned, len(items))))
+        self._stager.lay_out(items, plan.assigned, plan.layout_id, objects=objects)
+        with self._changed:
+            self._plans[structure] = plan
+            while len(self._plans) > LAYOUTS_MAX:
+                del self._plans[next(iter(self._plans))]
+        return objects
+
+    def _give_up(self, ref: SaveRef, error: MilepostError) -> None:
+        """This rank cannot complete the save: it ends here and, by the daemon's word,
+        everywhere.
+        """
+        cause = Cause(error.code, error.message, error.hint, self.node.node_id, self.rank)
+        self._send(Unable(save=ref, cause=cause))
+        self._end(ref.save_id, "failed", cause)
+
+    # --- what is there
+
+    def steps(self) -> list[int]:
+        """Return the steps of all committed checkpoints, ascending."""
+        return sorted({entry.step for entry in Root(self.root).checkpoints() if entry.step >= 0})
+
+    def latest(self) -> int | None:
+        """Return the step of the newest committed checkpoint, by attempt and step; None if none."""
+        for entry in Root(self.root).checkpoints():
+            if entry.step >= 0:
+                return entry.step
+        return None
+
+    def load(
+        self,
+        state: dict[str, Any],
+        step: int | None = None,
+        partial: bool = False,
+        source: Literal["auto", "memory", "storage"] = "auto",
+    ) -> LoadReport:
+        """Load a checkpoint into the state, in place. All ranks call it; rank 0 chooses the step.
+
+        Saves of this object that are under way are waited for first. Works on another number of
+        ranks than the checkpoint was saved on.
+
+        Args:
+            state: a template, as for `dcp.load`.
+            step: which one; None: the latest.
+            partial: leave keys that the checkpoint does not hold as they are.
+            source: "storage", or "auto", which is the same here.
+
+        Raises:
+            LoadFailed: "not-found": there is no such checkpoint; "load-failed": keys are missing,
+                or it does not fit.
+            CorruptCheckpoint: it is damaged.
+        """
+        self._check_open()
+        _check_choice("source", source, ("auto", "storage"))
+        self._loads += 1
+        self.wait()
+
+        def choose() -> bytes:
+            entries = {}
+            for entry in reversed(Root(self.root).checkpoints()):
+                entries[entry.step] = entry
+            newest = self.latest()
+            chosen = newest if step is None else step
+            if chosen is None or chosen not in entries:
+                there = ", ".join(map(str, self.steps())) or "none"
+                what = "any checkpoint" if chosen is None else f"step {chosen}"
+                raise UsageError(
+                    "not-found", f"{self.root} does not hold {what}; steps there: {there}"
+                )
+            return json.dumps([chosen, entries[chosen].name]).encode()
+
+        try:
+            told = tell_all(self._group, f"load/{self._loads}", choose, self._deadline_s)
+        except UsageError as error:
+            raise LoadFailed(error.code, error.message, error.hint) from None
+        chosen, name = json.loads(told)
+        report = load_checkpoint(
+            self.root / name,
+            chosen,
+            state,
+            rank=self.rank,
+            partial=partial,
+            process_group=self._process_group,
+        )
+        self._saved[name] = None
+        return report
+
+    def status(self) -> dict[str, Any]:
+        """Return the node's status, as `milepost status --json` prints it. Raises Unavailable."""
+        return fetch_status(self._run_dir, JOIN_S)
+
+    # --- the end
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return once no save of this object is under way, however it ended.
+
+        Raises TimeoutError, naming what still runs.
+        """
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            pending = list(self._saves.values())
+        for save in pending:
+            left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+            try:
+                save.wait(left_s)
+            except SaveFailed:
+                continue  # it has ended, which is all that is asked; its handle tells how
+
+    def close(self) -> None:
+        """Wait for the saves under way, say goodbye to the daemon, and free the shared memory.
+
+        Waits at most the save's own deadline. Idempotent. With `on_failure="raise"` raises
+        SaveFailed for a save that failed.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._finish_preparing()
+        is_quiet = True
+        try:
+            self.wait(self._deadline_s + JOIN_S)
+        except TimeoutError as error:
+            is_quiet = False
+            log.warning("closing while a save runs, which the daemon finishes: %s", error)
+        with self._changed:
+            connection, is_joined = self._connection, self._is_joined
+        if connection is not None:
+            if is_joined and is_quiet:
+                connection.send(Leave())
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._has_left or self._connection is None, LEAVE_S
+                    )
+            connection.close()
+        self._stager.close(unlink=is_quiet)
+        self._raise_failures()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UsageError("closed", f"{self!r} is closed", "make a new one")
+
+    def _raise_failures(self) -> None:
+        with self._changed:
+            failures, self._failures = self._failures, []
+        if failures:
+            raise failures[0].failure()
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(
+            "usage", f"{name} is {value!r}, not one of {', '.join(map(repr, choices))}"
+        )
+
+
+def _job_name(given: str | None, root: Path) -> str:
+    """Return the job's name on the wire: as given or found, made unique by the root."""
+    mark = hashlib.blake2b(str(root).encode(), digest_size=4).hexdigest()
+    name = given if given is not None else next(
+        (os.environ[each] for each in JOB_VARIABLES if os.environ.get(each)), ""
+    )  # fmt: skip
+    if given is not None and not given.strip():
+        raise UsageError("usage", "job is empty", "leave it out, or give it a name")
+    return f"{name}@{mark}" if name else mark

@@ -1,0 +1,159 @@
+"""Bringing a checkpoint back into a state, through torch's own reader.
+
+Owns which step is loaded, what is missing or unexpected, and the state of each rank that is stored
+apart. Files are read by `torch.distributed.checkpoint.load`; objects are unpickled by it, so a root
+must be one you trust.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    _EmptyStateDictLoadPlanner,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from milepost.errors import LoadFailed, MilepostError
+from milepost.format.index import read_metadata
+from milepost.state import PER_RANK, flatten, per_rank_prefix
+
+NAMED_MAX = 8
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did.
+
+    Attributes:
+        step: the step that was loaded.
+        source: "storage" or "memory".
+        per_rank: this rank's own state, as given to `save(per_rank=...)`; {} if there was none.
+        missing: keys of the state that the checkpoint does not hold (only with `partial=True`).
+        unexpected: keys of the checkpoint that the state did not ask for, per-rank state aside.
+        elapsed_s: how long it took.
+    """
+
+    step: int
+    source: str
+    per_rank: dict[str, Any] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    elapsed_s: float = 0.0
+
+
+def load_checkpoint(
+    checkpoint: Path,
+    step: int,
+    state: dict[str, Any],
+    *,
+    rank: int,
+    partial: bool,
+    process_group: dist.ProcessGroup | None,
+) -> LoadReport:
+    """Load a checkpoint into `state`, in place, as `dcp.load` does; all ranks of the group call it.
+
+    Raises:
+        LoadFailed: keys are missing and `partial` is not set, or torch could not load it.
+        CorruptCheckpoint: `.metadata` is damaged.
+    """
+    started_s = time.monotonic()
+    metadata = read_metadata(checkpoint / ".metadata")
+    missing, unexpected = _compare(state, metadata)
+    if missing and not partial:
+        named = ", ".join(repr(key) for key in missing[:NAMED_MAX])
+        raise LoadFailed(
+            "load-failed",
+            f"{checkpoint} holds none of {len(missing)} keys of the state: {named}"
+            + (" ..." if len(missing) > NAMED_MAX else ""),
+            "load(partial=True) leaves them as they are",
+        )
+    with warnings.catch_warnings():
+        # Without torch.distributed one process loads alone, which is what the caller wants.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
+        try:
+            dcp.load(
+                state,
+                storage_reader=FileSystemReader(checkpoint),
+                planner=DefaultLoadPlanner(allow_partial_load=partial),
+                process_group=process_group,
+            )
+            per_rank = _load_per_rank(checkpoint, metadata, rank)
+        except MilepostError:
+            raise
+        except Exception as error:
+            raise LoadFailed(
+                "load-failed",
+                f"{checkpoint} cannot be loaded: {_first_line(error)}",
+                f"`milepost verify {checkpoint}` tells whether it is damaged, `milepost inspect` "
+                "what it holds",
+            ) from error
+    return LoadReport(
+        step=step,
+        source="storage",
+        per_rank=per_rank,
+        missing=missing,
+        unexpected=unexpected,
+        elapsed_s=time.monotonic() - started_s,
+    )
+
+
+def _compare(
+    state: Mapping[str, Any], metadata: Metadata
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what the state asks for in vain, and what the checkpoint holds beside."""
+    wanted, _ = flatten(state)
+    held = metadata.state_dict_metadata
+    missing = tuple(key for key in wanted if key not in held)
+    unexpected = tuple(
+        key for key in held if key not in wanted and not key.startswith(f"{PER_RANK}/")
+    )
+    return missing, unexpected
+
+
+def _load_per_rank(checkpoint: Path, metadata: Metadata, rank: int) -> dict[str, Any]:
+    """Return one rank's own state, nested as it was given."""
+    prefix = per_rank_prefix(rank)
+    keys = {key for key in metadata.state_dict_metadata if key.startswith(prefix)}
+    if not keys:
+        return {}
+    own: dict[str, Any] = {}
+    _load_state_dict(
+        own,
+        storage_reader=FileSystemReader(checkpoint),
+        planner=_ExactKeys(keys),
+        no_dist=True,
+    )
+    return {name[len(prefix) :]: value for name, value in own.items()}
+
+
+class _ExactKeys(_EmptyStateDictLoadPlanner):
+    """Loads exactly these flattened keys into an empty state; torch's own planner takes prefixes,
+    by which `per_rank/1/a` would bring `per_rank/1/a.b` along.
+    """
+
+    def __init__(self, keys: set[str]) -> None:
+        super().__init__(keys=keys)  # type: ignore[no-untyped-call]
+
+    def _should_include_key(self, key: str, metadata: Metadata) -> bool:
+        assert self.keys is not None
+        return key in self.keys
+
+
+def _first_line(error: Exception) -> str:
+    """Return what torch's error says, without the tracebacks it carries along."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (cause, _) = next(iter(failures.items()))
+        return f"rank {rank}: {_first_line(cause)}"
+    return f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"

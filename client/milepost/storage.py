@@ -1,0 +1,815 @@
+"""Durable file operations under a checkpoint root; the only code that writes there.
+
+Owns the names below a root (`.partial`, `.milepost-run`, `latest`), what is synced in which order,
+and what a rename decides. Knows nothing of plans, tensors or messages, and never imports torch. All
+calls block: use a thread. A `Root` has no state beside its path, so any number of threads and
+processes may use the same one.
+
+Publishing renames `.partial/X` to its final name, giving up renames it to `.partial/X.aborted`.
+Both take the same source, so exactly one of them can win; who finds the source gone looks where it
+went.
+
+Errors: StorageError for what the system refused, UsageError for a name that is none.
+Sources: rename(2), fsync(2), fallocate(2), fcntl(2) on O_DIRECT, and for the names of files
+torch/distributed/checkpoint/filesystem.py (2.13).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgpack
+import msgspec
+
+from milepost.errors import CorruptCheckpoint, Rejected, SaveFailed, StorageError, UsageError
+from milepost.format.layout import PAGE_BYTES
+from milepost.format.manifest import (
+    FRAGMENT_PREFIX,
+    MANIFEST_NAME,
+    Manifest,
+    decode_manifest,
+    read_manifest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from milepost.protocol import SaveRef
+
+METADATA_NAME: Final = ".metadata"
+PARTIAL_NAME: Final = ".partial"
+RUN_NAME: Final = ".milepost-run"
+LATEST_NAME: Final = "latest"
+
+BLOCK_BYTES: Final = 16 << 20
+"""One direct write: large enough that the device, not the call, sets the speed; small enough to
+report progress.
+"""
+
+BUFFERED_WINDOW_BYTES: Final = 256 << 20
+"""Dirty bytes of one file before they are synced and dropped, where direct I/O is refused: an image
+must not push the data loader's files out of the page cache.
+"""
+
+NAME_BYTES_MAX: Final = 200
+"""Longest checkpoint name: with save id and suffix it must stay below the 255 bytes of a path
+component.
+"""
+
+_TEMP_PREFIX: Final = ".tmp-"
+_ABORTED: Final = ".aborted"
+_REPLACED: Final = ".replaced"
+_UNKNOWN_ID: Final = "0-0"
+_DELETE_TRIES: Final = 100
+_STEP_NAME: Final = re.compile(r"step_(\d+)")
+_SAVE_ID: Final = re.compile(r"\d[A-Za-z0-9_-]*")
+_LATER_FILE: Final = re.compile(r"__\d+_[1-9]\d*\.distcp")
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+
+_CODES: Final = {
+    errno.ENOSPC: "no-space",
+    errno.EDQUOT: "quota",
+    errno.EFBIG: "file-too-large",
+    errno.EROFS: "read-only",
+    errno.EACCES: "permission",
+    errno.EPERM: "permission",
+}
+
+_HINTS: Final = {
+    "no-space": "free space there, or remove old checkpoints (`milepost prune ROOT --keep-last N`)",
+    "quota": "ask for more, or remove old checkpoints (`milepost prune ROOT --keep-last N`)",
+    "file-too-large": "raise the process's file size limit (`ulimit -f`, LimitFSIZE=)",
+    "read-only": "mount the file system for writing, or use another root",
+    "permission": "let the user the daemon runs as write there (`ls -ld`), or use another root",
+    "io-error": "see that the file system is mounted and healthy (kernel log), and left alone",
+}
+
+_TRANSIENT: Final = {errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR}
+
+
+def storage_error(
+    operation: str, path: str | os.PathLike[str], error: OSError, wanted: int | None = None
+) -> StorageError:
+    """Return what the system refused as an error that names the path, the reason, and the `wanted`
+    bytes.
+    """
+    number = error.errno or 0
+    code = _CODES.get(number, "io-error")
+    reason = (os.strerror(number) if number else str(error)).lower()
+    size = "" if wanted is None else f" ({wanted} bytes wanted)"
+    return StorageError(
+        code,
+        f"{operation} {os.fspath(path)}: {reason}{size}",
+        _HINTS[code],
+        operation=operation,
+        path=os.fspath(path),
+        errno=number,
+        transient=number in _TRANSIENT,
+    )
+
+
+@contextmanager
+def _reported(
+    operation: str, path: str | os.PathLike[str], wanted: int | None = None
+) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(operation, path, error, wanted) from error
+
+
+def check_name(name: str) -> str:
+    """Return the name if it may stand below a root: one visible path component that is not ours.
+    Raises UsageError.
+    """
+    try:
+        length = len(name.encode())
+    except UnicodeEncodeError:
+        length = 0
+    if (
+        not 0 < length <= NAME_BYTES_MAX
+        or name.startswith(".")
+        or "/" in name
+        or name == LATEST_NAME
+        or not name.isprintable()
+    ):
+        raise UsageError(
+            "usage",
+            f"{name!r} cannot name a checkpoint",
+            f"use one path component of at most {NAME_BYTES_MAX} bytes, printable, without a"
+            f" leading dot, and not {LATEST_NAME!r}",
+        )
+    return name
+
+
+class _Heading(msgspec.Struct, frozen=True):
+    """The few fields at a manifest's beginning that order checkpoints; empty where there is no
+    manifest.
+    """
+
+    save_id: str = ""
+    step: int = -1
+
+
+_HEAD_BYTES: Final = 16 << 10
+
+
+def _heading(checkpoint: Path) -> _Heading:
+    """Read save id and step without the columns, of which a large manifest has many MB.
+
+    Falls back to the whole manifest where the fields are not among its first. Raises
+    CorruptCheckpoint, OSError.
+    """
+    try:
+        with (checkpoint / MANIFEST_NAME).open("rb") as file:
+            data = file.read(_HEAD_BYTES)
+            found: dict[str, object] = {}
+            unpacker = msgpack.Unpacker()
+            unpacker.feed(data)
+            try:
+                for _ in range(unpacker.read_map_header()):
+                    key = unpacker.unpack()
+                    found[key] = unpacker.unpack()
+                    if "save_id" in found and "step" in found:
+                        return msgspec.convert(found, _Heading)
+            except (ValueError, TypeError, msgpack.UnpackException, msgspec.ValidationError):
+                pass  # Torn, in another order, or damaged: the full decoder tells which.
+            manifest = decode_manifest(data + file.read())
+    except FileNotFoundError:
+        return _Heading()
+    return _Heading(manifest.save_id, manifest.step)
+
+
+def _order(save_id: str, step: int) -> tuple[int, int, int]:
+    attempt, _, count = save_id.partition("-")
+    return (
+        int(attempt) if attempt.isdecimal() else 0,
+        step,
+        int(count) if count.isdecimal() else 0,
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """One committed checkpoint below a root."""
+
+    name: str
+    path: Path
+    step: int
+    """From the manifest, else from a name like `step_12`, else -1."""
+    save_id: str
+    """Empty if milepost did not write it."""
+    order: tuple[int, int, int]
+    """(attempt, step, count of the save): the greatest is the newest. A step that was rolled back
+    is older than a lower step of the attempt that followed.
+    """
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """The whole manifest, read at first use; None for what stock torch wrote. Raises
+        CorruptCheckpoint, OSError.
+        """
+        return read_manifest(self.path)
+
+
+class _Replacement(msgspec.Struct, frozen=True):
+    """Intent to replace a checkpoint: which save does it, and where the old one is put meanwhile
+    (below `.partial`).
+    """
+
+    name: str
+    save_id: str
+    aside: str
+
+
+class Root:
+    """One directory of checkpoints on a file system that all nodes share.
+
+    Args:
+        path: made absolute, not resolved: the daemon and its peers compare it as it was given.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path: Final = Path(os.path.abspath(path))
+        self._partial: Final = self.path / PARTIAL_NAME
+        self._run: Final = self.path / RUN_NAME
+
+    # --- the root itself --------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Make the root and its own directories, durably, and finish what a crash interrupted.
+
+        A replacement that was cut in two is rolled forward if the new checkpoint waits under
+        `.partial`, else back; what was being deleted goes. Safe at any time, beside other nodes and
+        an older attempt that still publishes.
+        """
+        with _reported("prepare", self.path):
+            _make_directories(self.path)
+            self._partial.mkdir(exist_ok=True)
+            self._run.mkdir(exist_ok=True)
+            _sync_directory(self.path)
+            for intent in self._run.glob("replace-*"):
+                replacement = self._replacement(intent)
+                if replacement is not None:
+                    self._settle(replacement)
+            for entry in list(os.scandir(self._partial)):
+                if entry.is_symlink():
+                    _unlink(entry.path)
+                elif _is_pruned(entry.name):
+                    _delete_tree(Path(entry.path))
+                elif entry.name.endswith(_REPLACED):
+                    name = entry.name.rsplit(".", 2)[0]
+                    self._restore(name, entry.name)
+                    if (self.path / name / METADATA_NAME).exists():
+                        _delete_tree(Path(entry.path))
+
+    def claim_attempt(self, job: str) -> int:
+        """Take the next attempt number of this root, durably; no two callers get the same one."""
+        content: bytes = msgpack.packb(
+            {"job": job, "host": socket.gethostname(), "pid": os.getpid(), "at": time.time()}
+        )
+        with _reported("claim an attempt in", self._run, len(content)):
+            taken = [
+                int(name[len("attempt-") :])
+                for name in os.listdir(self._run)
+                if re.fullmatch(r"attempt-\d+", name)
+            ]
+            attempt = max(taken, default=0) + 1
+            while True:
+                claim = self._run / f"attempt-{attempt}"
+                try:
+                    _write_new(claim, content)
+                except FileExistsError:
+                    attempt += 1
+                    continue
+                _sync_directory(self._run)
+                return attempt
+
+    # --- one save ---------------------------------------------------------------------------------
+
+    def save_dir(self, save: SaveRef) -> Path:
+        """Return where the save's files lie until it is published. Raises UsageError for a name
+        that is none.
+        """
+        if not _SAVE_ID.fullmatch(save.save_id):
+            raise UsageError("usage", f"{save.save_id!r} is not a save id")
+        return self._partial / f"{check_name(save.name)}.{save.save_id}"
+
+    def open_save(self, save: SaveRef) -> Path:
+        """Make the save's directory if it is not there, and return it.
+
+        A late node must not bring a save back to life that has ended.
+
+        Raises:
+            SaveFailed: "aborted" if the save was given up.
+            Rejected: "already-committed" if it was published.
+        """
+        path = self.save_dir(save)
+        with _reported("open", path):
+            path.mkdir(exist_ok=True)
+            published = self._is_published(save)
+            if published or self._aborted_dir(save).exists():
+                with suppress(OSError):
+                    path.rmdir()
+                if published:
+                    raise Rejected("already-committed", f"save {save.save_id} was published")
+                raise SaveFailed("aborted", f"save {save.save_id} of {save.name} was given up")
+        return path
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        """Make `path` hold `data`, durably, or leave it as it was. Its directory must exist."""
+        temp = path.with_name(f"{_TEMP_PREFIX}{secrets.token_hex(8)}")
+        with _reported("write", path, len(data)):
+            _write_new(temp, data)
+            try:
+                os.rename(temp, path)
+            except OSError:
+                _unlink(temp)
+                raise
+            _sync_directory(path.parent)
+
+    def write_image(
+        self, path: Path, image: memoryview, *, on_block: Callable[[int], None] | None = None
+    ) -> None:
+        """Write `image` as the new file `path` and sync it; on any failure no such file remains.
+
+        Direct I/O where the file system, the memory's alignment and the length (whole pages) allow,
+        else buffered; the page cache does not keep it. The directory is not synced: `sync_save`
+        does that. The GIL is free while blocks are written.
+
+        Args:
+            on_block: called with the number of bytes after each block; what it raises ends the
+                write.
+
+        Raises:
+            StorageError: also if the file exists already.
+        """
+        flat = image.cast("B")
+        with _reported("write", path, len(flat)):
+            # By descriptor, so that the file can be removed even if the directory was renamed
+            # meanwhile.
+            folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                file = os.open(path.name, flags, 0o666, dir_fd=folder)
+                try:
+                    try:
+                        _write_blocks(file, flat, on_block)
+                    finally:
+                        os.close(file)
+                except BaseException:
+                    with suppress(OSError):
+                        os.unlink(path.name, dir_fd=folder)
+                    raise
+            finally:
+                os.close(folder)
+
+    def sync_save(self, save: SaveRef) -> None:
+        """Make the names in the save's directory durable."""
+        path = self.save_dir(save)
+        with _reported("sync", path):
+            _sync_directory(path)
+
+    def publish(self, save: SaveRef) -> Path:
+        """Turn the save into a checkpoint by one rename, durably, and return its directory.
+
+        Safe to repeat: a save that was published already is confirmed. Manifest fragments and what
+        broken attempts left among the files go first. With `save.overwrite` an older checkpoint of
+        that name is put aside (`discard` deletes it) and put back if the save turns out to be given
+        up.
+
+        Raises:
+            Rejected: "already-committed" if the name is taken and `save.overwrite` is not set; the
+                save is untouched.
+            SaveFailed: "aborted" if it was given up, "outcome-unknown" if it is in neither place,
+                "internal" if it has no `.metadata`.
+        """
+        source, final = self.save_dir(save), self.path / save.name
+        aside = None
+        with _reported("publish", final):
+            try:
+                _tidy(source)
+                os.stat(source / METADATA_NAME)
+                _sync_directory(source)
+                if save.overwrite:
+                    aside = self._put_aside(save)
+                os.rename(source, final)
+            except FileNotFoundError:
+                if aside is not None:
+                    self._restore(save.name, aside)
+                return self._confirm(save)
+            except OSError as error:
+                if aside is not None:
+                    with suppress(OSError):
+                        self._restore(save.name, aside)
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                raise Rejected(
+                    "already-committed",
+                    f"save {save.save_id}: {final} exists already",
+                    "save under another step or name, or set overwrite=True",
+                ) from error
+            _sync_directory(self.path)
+            _sync_directory(self._partial)
+            if save.overwrite:
+                _unlink(self._intent(save.name))
+        return final
+
+    def move_latest(self, name: str) -> None:
+        """Let `latest` point at the checkpoint, durably; there is no instant without a `latest`."""
+        link = self.path / LATEST_NAME
+        temp = self._partial / f"{LATEST_NAME}.{secrets.token_hex(8)}"
+        with _reported("move", link):
+            os.symlink(check_name(name), temp)
+            try:
+                os.rename(temp, link)
+            except OSError:
+                _unlink(temp)
+                raise
+            _sync_directory(self.path)
+
+    def give_up(self, save: SaveRef) -> str:
+        """End the save unless it was published, and say which it was: safe to repeat, and from any
+        node.
+
+        Returns:
+            "aborted": it can no longer become a checkpoint. "committed": it is one, durably.
+            "unknown": it is in neither place as far as can be seen (attribute caching, or long
+            ago): look again.
+        """
+        source, aborted = self.save_dir(save), self._aborted_dir(save)
+        with _reported("give up", source):
+            try:
+                os.rename(source, aborted)
+            except FileNotFoundError:
+                return self._where(save)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                # Given up before, and a late node made the directory anew.
+                self._remove(source)
+            if self._is_published(save):
+                # What we renamed was made anew by a late node, after the publication.
+                self._remove(aborted)
+            return self._where(save)
+
+    def discard(self, save: SaveRef) -> None:
+        """Delete what the ended save left under `.partial`: its given-up files, and the checkpoint
+        it replaced.
+        """
+        self.save_dir(save)
+        with _reported("discard", self._partial):
+            _delete_tree(self._aborted_dir(save))
+            if (self.path / save.name / METADATA_NAME).exists():
+                for name in os.listdir(self._partial):
+                    if name.endswith(_REPLACED) and name.rsplit(".", 2)[0] == save.name:
+                        _delete_tree(self._partial / name)
+
+    # --- what is there ----------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[CheckpointEntry]:
+        """Return the committed checkpoints, newest first: directories with `.metadata`, also those
+        of stock torch.
+
+        A checkpoint whose manifest is damaged is listed by its name; reading `manifest` tells.
+        """
+        found: list[CheckpointEntry] = []
+        with _reported("list", self.path):
+            for entry in os.scandir(self.path):
+                path = Path(entry.path)
+                if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
+                    continue
+                try:
+                    heading = _heading(path)
+                except CorruptCheckpoint:
+                    heading = _Heading()
+                if not (path / METADATA_NAME).exists():
+                    continue  # Asked last, since it may be deleted at this moment.
+                step = heading.step
+                if step < 0 and (match := _STEP_NAME.fullmatch(entry.name)):
+                    step = int(match[1])
+                order = _order(heading.save_id, step)
+                found.append(CheckpointEntry(entry.name, path, step, heading.save_id, order))
+        return sorted(found, key=lambda each: (each.order, each.name), reverse=True)
+
+    def partials(self) -> list[Path]:
+        """Return the directories that are not checkpoints: saves in flight, given up, or being
+        replaced or deleted.
+        """
+        with _reported("list", self._partial):
+            try:
+                entries = list(os.scandir(self._partial))
+            except FileNotFoundError:
+                return []
+            return sorted(Path(each.path) for each in entries if each.is_dir(follow_symlinks=False))
+
+    def latest(self) -> str | None:
+        """Return the name of the checkpoint `latest` points at, else of the newest there is, else
+        None.
+        """
+        with _reported("read", self.path / LATEST_NAME):
+            try:
+                name = os.readlink(self.path / LATEST_NAME)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.EINVAL):
+                    raise
+            else:
+                if "/" not in name and (self.path / name / METADATA_NAME).exists():
+                    return name
+        return next((each.name for each in self.checkpoints()), None)
+
+    def remove_checkpoint(self, name: str) -> None:
+        """Delete a checkpoint: it loses its name first, so that a crash leaves no half of one.
+        Missing is fine.
+        """
+        path = self.path / check_name(name)
+        with _reported("remove", path):
+            self._remove(path)
+
+    # --- where a save went, and replacing ---------------------------------------------------------
+
+    def _aborted_dir(self, save: SaveRef) -> Path:
+        path = self.save_dir(save)
+        return path.with_name(path.name + _ABORTED)
+
+    def _is_published(self, save: SaveRef) -> bool:
+        try:
+            return _heading(self.path / save.name).save_id == save.save_id
+        except (CorruptCheckpoint, NotADirectoryError):
+            return False
+
+    def _where(self, save: SaveRef) -> str:
+        """Say where a save went whose directory is gone; durable when this returns."""
+        if self._is_published(save):
+            _sync_directory(self.path)
+            _sync_directory(self._partial)
+            return "committed"
+        if self._aborted_dir(save).exists():
+            _sync_directory(self._partial)
+            self._put_back(save)
+            return "aborted"
+        return "unknown"
+
+    def _confirm(self, save: SaveRef) -> Path:
+        """Return the checkpoint if the save, whose rename found nothing, is one; else raise what
+        became of it.
+        """
+        source = self.save_dir(save)
+        if source.exists():
+            raise SaveFailed("internal", f"save {save.save_id}: {source} has no {METADATA_NAME}")
+        where = self._where(save)
+        if where == "committed":
+            return self.path / save.name
+        if where == "aborted":
+            raise SaveFailed("aborted", f"save {save.save_id} of {save.name} was given up")
+        raise SaveFailed(
+            "outcome-unknown",
+            f"save {save.save_id}: {source} is gone, and neither published nor given up",
+            "look again: a network file system may show old names for a while",
+        )
+
+    def _intent(self, name: str) -> Path:
+        return self._run / f"replace-{name}"
+
+    def _replacement(self, intent: Path) -> _Replacement | None:
+        try:
+            data = intent.read_bytes()
+        except FileNotFoundError:
+            return None
+        return msgspec.convert(msgpack.unpackb(data), _Replacement)
+
+    def _put_aside(self, save: SaveRef) -> str | None:
+        """Free the save's final name. Returns where the old checkpoint is now, below `.partial`, or
+        None.
+
+        The intent is durable before the rename, so that a crash right after it can be mended.
+        """
+        final = self.path / save.name
+        if not os.path.lexists(final):
+            return None
+        if final.is_symlink() or not final.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        try:
+            old_id = _heading(final).save_id
+        except CorruptCheckpoint:
+            old_id = ""
+        if old_id == save.save_id:
+            return None  # Ours, published by another hand: the rename will find its source gone.
+        aside = f"{save.name}.{old_id if _SAVE_ID.fullmatch(old_id) else _UNKNOWN_ID}{_REPLACED}"
+        _delete_tree(self._partial / aside)
+        intent: bytes = msgpack.packb(
+            msgspec.to_builtins(_Replacement(save.name, save.save_id, aside))
+        )
+        self.write_file(self._intent(save.name), intent)
+        os.rename(final, self._partial / aside)
+        return aside
+
+    def _put_back(self, save: SaveRef) -> None:
+        """Restore the checkpoint that was put aside for a save that will not replace it."""
+        replacement = self._replacement(self._intent(save.name))
+        if replacement is not None and replacement.save_id == save.save_id:
+            self._restore(save.name, replacement.aside)
+            _unlink(self._intent(save.name))
+
+    def _restore(self, name: str, aside: str) -> None:
+        """Give a checkpoint that was put aside its name back, unless the name is taken."""
+        final = self.path / name
+        if os.path.lexists(final):
+            return
+        try:
+            os.rename(self._partial / aside, final)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            # Another node was quicker.
+        _sync_directory(self.path)
+        _sync_directory(self._partial)
+
+    def _settle(self, replacement: _Replacement) -> None:
+        """Mend a replacement that was cut off between its two renames; forget one that is over."""
+        final = self.path / replacement.name
+        source = self._partial / f"{replacement.name}.{replacement.save_id}"
+        if not os.path.lexists(final):
+            try:
+                os.stat(source / METADATA_NAME)
+                os.rename(source, final)
+                _sync_directory(self.path)
+                _sync_directory(self._partial)
+            except FileNotFoundError:
+                self._restore(replacement.name, replacement.aside)
+        if not source.exists():
+            _unlink(self._intent(replacement.name))
+
+    def _remove(self, path: Path) -> None:
+        """Delete a directory under the root; by rename first, so that no half of it can be taken
+        for a whole.
+        """
+        aside = self._partial / f"{path.name}.pruned-{secrets.token_hex(4)}"
+        try:
+            os.rename(path, aside)
+        except FileNotFoundError:
+            return
+        _sync_directory(path.parent)
+        _sync_directory(self._partial)
+        _delete_tree(aside)
+
+
+def _is_pruned(name: str) -> bool:
+    return re.search(r"\.pruned-[0-9a-f]{8}$", name) is not None
+
+
+def _unlink(path: str | os.PathLike[str]) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _make_directories(path: Path) -> None:
+    """Make `path` and what is missing above it, each name synced into its parent."""
+    if not path.parent.exists():
+        _make_directories(path.parent)
+    path.mkdir(exist_ok=True)
+    # Also if another node made it: that one may have died before it synced. A parent that we may
+    # not read, we did not make anything in.
+    with suppress(PermissionError):
+        _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and FUSE file systems know no fsync of a directory; their names are as
+        # durable as they get.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    """Make the new file `path` with `data`, synced, or nothing. Raises FileExistsError, OSError."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(file, rest) :]
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except BaseException:
+        _unlink(path)
+        raise
+
+
+def _reserve(file: int, length: int) -> None:
+    """Ask for the space ahead, so that a full disk is found before the first byte is written.
+
+    Plain fallocate(2): where it is not supported glibc's emulation would write byte by byte. Only
+    what says that the file cannot fit is an error; for anything else the writes themselves tell.
+    """
+    while length and _LIBC.fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(length)):
+        number = ctypes.get_errno()
+        if number == errno.EINTR:
+            continue
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS):
+            raise OSError(number, os.strerror(number))
+        return
+
+
+def _set_direct(file: int, direct: bool) -> bool:
+    """Turn direct I/O on or off; False if the file system refuses.
+
+    By fcntl: an open with O_DIRECT that is refused may have created the file all the same.
+    """
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    wanted = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, wanted)
+    except OSError:
+        return False
+    return True
+
+
+def _write_blocks(file: int, image: memoryview, on_block: Callable[[int], None] | None) -> None:
+    length = len(image)
+    _reserve(file, length)
+    whole = length - length % PAGE_BYTES
+    done = 0
+    if _set_direct(file, True):
+        while done < whole:
+            wanted = min(BLOCK_BYTES, whole - done)
+            try:
+                count = os.pwrite(file, image[done : done + wanted], done)
+            except OSError as error:
+                if error.errno == errno.EIO:
+                    raise
+                break  # A direct write may say EINVAL where a buffered one says why.
+            done += count
+            if on_block is not None and count:
+                on_block(count)
+            if count < wanted:
+                break
+        _set_direct(file, False)
+    buffered = done < length
+    unsynced = 0
+    while done < length:
+        count = os.pwrite(file, image[done : done + BLOCK_BYTES], done)
+        if not count:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        done += count
+        unsynced += count
+        if on_block is not None:
+            on_block(count)
+        if unsynced >= BUFFERED_WINDOW_BYTES:
+            os.fdatasync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            unsynced = 0
+    os.fsync(file)
+    if buffered:
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    if os.fstat(file).st_size != length:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _tidy(directory: Path) -> None:
+    """Remove from a save's directory what is not the checkpoint's: fragments, and what broken
+    attempts left.
+    """
+    names = os.listdir(directory)
+    unwanted = {name for name in names if name.startswith((FRAGMENT_PREFIX, _TEMP_PREFIX))}
+    if any(_LATER_FILE.fullmatch(name) for name in names):
+        # A rank's file was written more than once; the manifest says which one counts.
+        manifest = read_manifest(directory)
+        if manifest is not None:
+            data_files = {name for name in names if name.endswith(".distcp")}
+            unwanted |= data_files - set(manifest.files)
+    for name in unwanted:
+        _unlink(directory / name)
+
+
+def _delete_tree(path: Path) -> None:
+    """Delete a directory, also while another process deletes it; missing is fine."""
+    for _ in range(_DELETE_TRIES):
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                raise
+        if not os.path.lexists(path):
+            return
+    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))

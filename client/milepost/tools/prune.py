@@ -1,0 +1,61 @@
+"""`milepost prune`: retention by hand. Removes only what milepost wrote, and never the newest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from milepost.protocol import Keep
+from milepost.retention import doomed
+from milepost.storage import Root
+from milepost.tools.listing import require_directory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Pruning(msgspec.Struct, frozen=True, kw_only=True):
+    """Names of checkpoints: kept and foreign ones newest first, removed ones oldest first."""
+
+    root: str
+    kept: tuple[str, ...]
+    removed: tuple[str, ...]
+    """What was removed, or with `dry_run` would be."""
+    foreign: tuple[str, ...]
+    """Not written by milepost: not counted, not touched."""
+    dry_run: bool
+
+
+def prune(path: Path, keep_last: int, *, dry_run: bool = False) -> Pruning:
+    """Keep the newest `keep_last` of our checkpoints, at least one, and what `latest` points at.
+
+    Each removal is a rename first, so that whoever looks finds a whole checkpoint or none.
+
+    Raises:
+        UsageError: the root is no directory.
+        StorageError: a checkpoint could not be removed; newer ones are left alone then.
+    """
+    root = Root(require_directory(path))
+    entries = root.checkpoints()
+    foreign = [entry.name for entry in entries if not entry.save_id]
+    latest = root.latest()
+    removed = [
+        name
+        for name in doomed(
+            [(entry.name, entry.step, entry.order) for entry in entries],
+            Keep(last=max(keep_last, 1)),
+            foreign=foreign,
+        )
+        if name != latest
+    ]
+    if not dry_run:
+        for name in removed:
+            root.remove_checkpoint(name)
+    return Pruning(
+        root=str(root.path),
+        kept=tuple(entry.name for entry in entries if entry.save_id and entry.name not in removed),
+        removed=tuple(removed),
+        foreign=tuple(foreign),
+        dry_run=dry_run,
+    )

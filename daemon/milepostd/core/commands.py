@@ -1,0 +1,184 @@
+"""What a node can ask of the world: imperatives. The only output of the core.
+
+The runtime carries them out. Those marked *slow* end in exactly one event, named in their
+docstring.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from milepost.protocol import (
+    Cause,
+    DaemonMessage,
+    Keep,
+    NodeRef,
+    PeerMessage,
+    RankReport,
+    SaveRef,
+    WrittenFile,
+)
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all commands."""
+
+
+class Reply(Command, frozen=True):
+    """Tell a trainer."""
+
+    session: int
+    message: DaemonMessage
+
+
+class Send(Command, frozen=True):
+    """Tell a node; may be lost. A message to the node itself is handled by the core and never
+    leaves it.
+    """
+
+    node: NodeRef
+    message: PeerMessage
+
+
+class MeetPeers(Command, frozen=True):
+    """These nodes may now talk to this one."""
+
+    nodes: tuple[NodeRef, ...]
+
+
+class WarmPlanner(Command, frozen=True):
+    """A plan will be wanted here soon: start the planner's child ahead of time."""
+
+
+class WriteImage(Command, frozen=True):
+    """Slow: FileDurable or FileFailed. Write a rank's image to its data file, durably."""
+
+    save: SaveRef
+    root: str
+    rank: int
+    arena: str
+    slot: int
+    layout_id: str
+
+
+class WriteFragment(Command, frozen=True):
+    """Slow: FragmentDurable or FragmentFailed. Write the node's manifest fragment and sync the
+    directory.
+    """
+
+    save: SaveRef
+    root: str
+    files: tuple[WrittenFile, ...]
+
+
+class MakePlan(Command, frozen=True):
+    """Slow: PlanMade or PlanFailed. `reports` holds an offer or the staged layout of every rank of
+    the job.
+    """
+
+    save: SaveRef
+    reports: tuple[RankReport, ...]
+
+
+class BuildIndex(Command, frozen=True):
+    """Slow: IndexBuilt or IndexFailed. Read all fragments, write manifest and `.metadata`,
+    durably.
+    """
+
+    save: SaveRef
+    root: str
+    files: tuple[WrittenFile, ...]
+    fragments: tuple[str, ...]
+
+
+class Publish(Command, frozen=True):
+    """Slow: Published or PublishFailed. The one rename; then `latest`, if `is_latest`."""
+
+    save: SaveRef
+    root: str
+    is_latest: bool
+
+
+class GiveUp(Command, frozen=True):
+    """Slow: OutcomeFound. Take the save's directory out of the way, so that it can never be
+    published.
+
+    is_coordinator: nobody else publishes, so a directory that was never made counts as aborted.
+    """
+
+    save: SaveRef
+    root: str
+    is_coordinator: bool
+
+
+class Discard(Command, frozen=True):
+    """Slow: Discarded. Delete what a failed save left under `.partial`."""
+
+    save: SaveRef
+    root: str
+
+
+class Retain(Command, frozen=True):
+    """Slow: Retained. Remove checkpoints that no rule keeps."""
+
+    job: str
+    root: str
+    keep: Keep
+
+
+class RemoveArenas(Command, frozen=True):
+    """Unlink the shared memory of a rank that is gone."""
+
+    paths: tuple[str, ...]
+
+
+class SetTimer(Command, frozen=True):
+    """Fire TimerFired at this instant; a timer of that name that is set already is moved."""
+
+    timer: str
+    at_ns: int
+
+
+class ClearTimer(Command, frozen=True):
+    """Forget the timer."""
+
+    timer: str
+
+
+class Log(Command, frozen=True):
+    """A log line: `level` is debug, info, warning or error; `event` a dotted name, noun first."""
+
+    level: str
+    event: str
+    save: SaveRef | None = None
+    cause: Cause | None = None
+    fields: dict[str, str | int | float] = {}
+
+
+class Halt(Command, frozen=True):
+    """End the daemon: nothing is pending."""
+
+    reason: str
+
+
+AnyCommand: TypeAlias = (
+    Reply
+    | Send
+    | MeetPeers
+    | WarmPlanner
+    | WriteImage
+    | WriteFragment
+    | MakePlan
+    | BuildIndex
+    | Publish
+    | GiveUp
+    | Discard
+    | Retain
+    | RemoveArenas
+    | SetTimer
+    | ClearTimer
+    | Log
+    | Halt
+)

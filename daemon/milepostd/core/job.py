@@ -1,0 +1,89 @@
+"""What a node knows of one job: who takes part, where, and how its saves have ended so far.
+
+Pure data, changed only by `node`. A job's object lives as long as a save refers to it, also after a
+newer attempt has taken its place.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from milepost.protocol import Cause, Join, Keep, NodeRef, SaveRef
+
+
+class LastCommitted(msgspec.Struct, frozen=True):
+    """The newest checkpoint this node heard of."""
+
+    save: SaveRef
+    path: str
+    checkpoint_bytes: int
+    elapsed_s: float
+    at_ms: int
+
+
+class LastFailed(msgspec.Struct, frozen=True):
+    """The newest save that did not become a checkpoint."""
+
+    save: SaveRef
+    cause: Cause
+
+
+class Seat(msgspec.Struct):
+    """One local rank's place in the job."""
+
+    session: int
+    pid: int
+    arenas: set[str] = msgspec.field(default_factory=set)
+    is_lost: bool = False
+    is_leaving: bool = False
+
+
+class Job:
+    """One attempt of one training run, as seen by one node."""
+
+    def __init__(self, join: Join, node_id: str) -> None:
+        self.job = join.job
+        self.attempt = join.attempt
+        self.root = join.root
+        self.node_of_rank = join.node_of_rank
+        self.cohort = join.cohort
+        self.keep: Keep = join.keep
+        self.deadline_s = join.deadline_s
+        self.coordinator: NodeRef = join.cohort[join.node_of_rank[0]]
+        self.is_coordinator = self.coordinator.node_id == node_id
+        ranks: dict[str, list[int]] = {}
+        for rank, index in enumerate(join.node_of_rank):
+            ranks.setdefault(join.cohort[index].node_id, []).append(rank)
+        self.ranks_of: dict[str, tuple[int, ...]] = {
+            node: tuple(numbers) for node, numbers in ranks.items()
+        }
+        """The ranks of each node that has at least one: the cohort of each save."""
+        self.ranks_here = self.ranks_of.get(node_id, ())
+        self.nodes: dict[str, NodeRef] = {
+            node.node_id: node for node in join.cohort if node.node_id in ranks
+        }
+        self.seats: dict[int, Seat] = {}
+        self.last_committed: LastCommitted | None = None
+        self.last_failed: LastFailed | None = None
+        self.latest_order: tuple[int, int] = (0, 0)
+        """(attempt, count) of the save `latest` names, as far as this coordinator moved it."""
+        self.outcome_counts: dict[str, int] = {}
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.node_of_rank)
+
+    def agrees_with(self, join: Join) -> bool:
+        """Whether a further rank of the same attempt describes the same job."""
+        return (
+            join.root == self.root
+            and join.node_of_rank == self.node_of_rank
+            and join.cohort == self.cohort
+        )
+
+
+def save_order(save: SaveRef) -> tuple[int, int]:
+    """Return (attempt, count) from a save id; later saves compare greater."""
+    attempt, _, count = save.save_id.partition("-")
+    return int(attempt), int(count)

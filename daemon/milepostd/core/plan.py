@@ -1,0 +1,394 @@
+"""The global plan: which rank writes which item, decided once for a structure.
+
+A pure function over the offers' columns, meant for 1,024 ranks of 1,000 items: one dictionary
+look-up and one short list an item, no object of ours. It must not know torch, files, or layouts
+(where in an image an item lies). In: decoded offers, and for ranks whose structure has not changed
+the items they have staged already. Out: a `Plan`, or `PlanRefused` with a cause that names key and
+ranks.
+
+Same result in meaning as torch's DefaultSavePlanner, with three differences on purpose: replicas
+are the same only if their sizes agree too (MetadataIndex ignores the size), ranks are weighed by
+the bytes they will write rather than by global sizes, and what is held once is counted before what
+can be moved. Source: torch/distributed/checkpoint/default_planner.py and _dedup_save_plans.py
+(2.13).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from milepost.format.tiling import BOUNDS, check_tiling
+from milepost.offer import Box, Kind, Offer
+from milepost.protocol import Cause
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+OBJECT_BYTES: Final = 1024
+"""What a serialised object weighs in the balance: its length is not known when the plan is made."""
+
+LISTED_MAX: Final = 10
+"""At most so many keys are named in a refusal, and at most so many warnings are given."""
+
+_RUNS_MAX: Final = 8
+"""At most so many runs of ranks are named in a sentence."""
+
+_Place: TypeAlias = tuple[Box, Box]
+"""(offset, size): with the key, what makes two items replicas of each other. Objects: two empty
+tuples."""
+
+_Holders: TypeAlias = list[int]
+"""rank, item, rank, item, ...: who offers a place, ranks ascending. Flat, since there may be a
+million of them."""
+
+_Schema: TypeAlias = tuple[tuple[str, ...], bytes, tuple[str, ...], tuple[Box, ...]]
+"""The columns keys, kinds, dtypes, global_sizes, which most ranks share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who writes what. Both maps have every rank of the offers, items ascending; leave them alone.
+
+    assigned: what each rank writes, or for a rank given as fixed what it has staged.
+    counted: the subset of `assigned` that the index names. Together the counted items of all ranks
+        cover every tensor exactly once and hold every object once. Differs from `assigned` only
+        where several fixed ranks staged the same.
+    warnings: replicas that differ, at most `LISTED_MAX`, one a key.
+    """
+
+    assigned: dict[int, list[int]]
+    counted: dict[int, list[int]]
+    warnings: tuple[Cause, ...]
+
+
+class PlanRefused(Exception):
+    """The offers cannot become a checkpoint; `cause` says why, by key and rank."""
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(cause.message)
+        self.cause = cause
+
+
+def make_plan(
+    offers: Mapping[int, Offer], fixed: Mapping[int, Sequence[int]] = MappingProxyType({})
+) -> Plan:
+    """Decide which rank writes which item.
+
+    Replicas (same key, offset and size) are written once: by the least loaded of the ranks that
+    hold them, heaviest first, the lower rank on a tie; by the lowest rank that holds them if any
+    offer says `to_lowest_rank`. The result depends only on the contents of the two maps, not on
+    their order. Shards without elements are written like others, but only one item at an offset, as
+    torch's index has only one entry for it.
+
+    Offers that are `final` come from a user's SavePlanner and are taken as they are: no replica is
+    dropped and coverage is not checked, since its author may mean to save a part. Cost: about 2
+    microseconds an item offered.
+
+    Args:
+        offers: of every rank in the save.
+        fixed: for some of these ranks, the items they have staged: exactly these, no others can be
+            added. Staged items are written already as far as the plan is concerned, so other ranks'
+            copies are dropped.
+
+    Raises:
+        PlanRefused: `key-conflict`, `coverage-gap`, `coverage-overlap`, `coverage-bounds`;
+            `structure-changed` where a tensor or object cannot be made whole beside what the fixed
+            ranks have staged; `plan-failed` for offers that contradict themselves.
+    """
+    ranks = sorted(offers)
+    for rank in ranks:
+        offer = offers[rank]
+        if max(offer.kinds, default=0) > max(Kind) or min(offer.container_bytes, default=0) < 0:
+            raise _refusal(
+                "plan-failed", f"the offer of rank {rank} has an impossible kind or length"
+            )
+    finals = [rank for rank in ranks if offers[rank].final]
+    if finals:
+        if len(finals) != len(ranks):
+            others = sorted(set(ranks) - set(finals))
+            raise _refusal(
+                "plan-failed",
+                f"{_show_ranks(finals)} planned with the user's SavePlanner, "
+                f"{_show_ranks(others)} without",
+                "give every rank the same planner",
+            )
+        return _take_as_is(offers, ranks, fixed)
+
+    schemas: dict[_Schema, list[int]] = {}
+    for rank in ranks:
+        offer = offers[rank]
+        schema = (offer.keys, offer.kinds, offer.dtypes, offer.global_sizes)
+        schemas.setdefault(schema, []).append(rank)
+    described = _describe(schemas)
+    places = _gather(offers, ranks, schemas, described)
+    for key, boxes in places.items():
+        kind, _, size = described[key]
+        if kind != Kind.OBJECT:
+            if len(boxes) > 1:
+                _drop_empty_twins(boxes)
+            _check_coverage(key, size, boxes, is_mixed=bool(fixed))
+    return _assign(offers, ranks, places, fixed)
+
+
+def _describe(schemas: Mapping[_Schema, list[int]]) -> dict[str, tuple[int, str, Box]]:
+    """Return kind, dtype and global size of each key; refuse if two ranks do not agree on them."""
+    described: dict[str, tuple[int, str, Box]] = {}
+    disputed: dict[str, None] = {}
+    for keys, kinds, dtypes, sizes in schemas:
+        for key, description in zip(keys, zip(kinds, dtypes, sizes, strict=True), strict=True):
+            if described.setdefault(key, description) != description:
+                disputed[key] = None
+    if not disputed:
+        return described
+    sentences = []
+    for key in list(disputed)[:LISTED_MAX]:
+        sides: dict[tuple[int, str, Box], set[int]] = {}
+        for (keys, kinds, dtypes, sizes), holders in schemas.items():
+            for item, other in enumerate(keys):
+                if other == key:
+                    side = sides.setdefault((kinds[item], dtypes[item], sizes[item]), set())
+                    side.update(holders)
+        claims = " but ".join(
+            f"{_show_description(*side)} on {_show_ranks(sorted(holders))}"
+            for side, holders in list(sides.items())[:3]
+        )
+        sentences.append(f"key {key!r} is {claims}")
+    raise _refusal(
+        "key-conflict",
+        "; ".join(sentences) + _and_more(len(disputed), "key"),
+        "pass state that differs by rank as per_rank={...}, or use a key of its own on each rank",
+    )
+
+
+def _gather(
+    offers: Mapping[int, Offer],
+    ranks: Sequence[int],
+    schemas: Mapping[_Schema, list[int]],
+    described: Mapping[str, object],
+) -> dict[str, dict[_Place, _Holders]]:
+    """Return for each key its places and who offers them."""
+    places: dict[str, dict[_Place, _Holders]] = {key: {} for key in described}
+    rows: dict[int, list[dict[_Place, _Holders]]] = {}
+    for (keys, _, _, _), holders in schemas.items():
+        row = [places[key] for key in keys]
+        for rank in holders:
+            rows[rank] = row
+    for rank in ranks:
+        offer = offers[rank]
+        columns = zip(rows[rank], zip(offer.offsets, offer.sizes, strict=True), strict=True)
+        for item, (boxes, place) in enumerate(columns):
+            found = boxes.get(place)
+            if found is None:
+                boxes[place] = [rank, item]
+            else:
+                found += (rank, item)
+    return places
+
+
+def _drop_empty_twins(boxes: dict[_Place, _Holders]) -> None:
+    """Leave out each box without elements that shares its offset with another box.
+
+    The index has one entry for a key and offset, and an empty one would hide the other.
+    """
+    if len({offset for offset, _ in boxes}) == len(boxes):
+        return
+    taken = {offset for offset, size in boxes if 0 not in size}
+    for offset, size in list(boxes):
+        if 0 in size:
+            if offset in taken:
+                del boxes[offset, size]
+            taken.add(offset)
+
+
+def _check_coverage(key: str, size: Box, boxes: dict[_Place, _Holders], *, is_mixed: bool) -> None:
+    placed = list(boxes)
+    problem = check_tiling(size, placed)
+    if problem is None:
+        return
+    holders = "; ".join(
+        f"shard {index} is from {_show_ranks(sorted(set(boxes[placed[index]][::2])))}"
+        for index in problem.boxes
+    )
+    text = f"key {key!r} of size {list(size)}: {problem.text}" + (
+        f" ({holders})" if holders else ""
+    )
+    if is_mixed and problem.code != BOUNDS:
+        # The ranks that offer agree with themselves and so do those that have staged: only the two
+        # together do not.
+        raise _refusal(
+            "structure-changed",
+            f"the structure changed on some ranks only: {text}",
+            "change the state on all ranks before the same save",
+        )
+    raise _refusal(problem.code, text, "check how the tensor is sharded, on every rank")
+
+
+def _assign(
+    offers: Mapping[int, Offer],
+    ranks: Sequence[int],
+    places: Mapping[str, dict[_Place, _Holders]],
+    fixed: Mapping[int, Sequence[int]],
+) -> Plan:
+    """Give every place to one of the ranks that offer it."""
+    staged = {rank: frozenset(items) for rank, items in fixed.items()}
+    counted: dict[int, list[int]] = {rank: [] for rank in ranks}
+    loads = dict.fromkeys(ranks, 0)
+    weights = {rank: offers[rank].container_bytes for rank in ranks}
+    shared: list[tuple[int, str, _Holders]] = []
+    missing: dict[str, _Holders] = {}
+    for key, boxes in places.items():
+        for holders in boxes.values():
+            candidates = holders
+            if staged:
+                pairs = list(zip(holders[::2], holders[1::2], strict=True))
+                done = next((p for p in pairs if p[1] in staged.get(p[0], ())), None)
+                if done is not None:
+                    counted[done[0]].append(done[1])
+                    continue
+                candidates = [n for pair in pairs if pair[0] not in staged for n in pair]
+                if not candidates:
+                    missing.setdefault(key, holders)
+                    continue
+            rank, item = candidates[:2]
+            weight = weights[rank][item] or OBJECT_BYTES
+            if len(candidates) == 2:
+                counted[rank].append(item)
+                loads[rank] += weight
+            else:
+                shared.append((weight, key, candidates))
+    if missing:
+        listed = "; ".join(
+            f"key {key!r} is held by {_show_ranks(sorted(set(holders[::2])))}"
+            for key, holders in list(missing.items())[:LISTED_MAX]
+        )
+        raise _refusal(
+            "structure-changed",
+            "the structure changed on some ranks only, and nobody has staged what the others left "
+            "to them: " + listed + _and_more(len(missing), "key"),
+            "change the state on all ranks before the same save",
+        )
+
+    to_lowest_rank = any(offers[rank].to_lowest_rank for rank in ranks)
+    load_of = loads.__getitem__
+    warnings = _Warnings(offers)
+    shared.sort(key=lambda entry: entry[0], reverse=True)
+    for weight, key, candidates in shared:
+        holders = candidates[::2]
+        rank = holders[0] if to_lowest_rank else min(holders, key=load_of)
+        counted[rank].append(candidates[2 * holders.index(rank) + 1])
+        loads[rank] += weight
+        warnings.compare(key, candidates, rank)
+
+    for items in counted.values():
+        items.sort()
+    assigned = {rank: sorted(fixed[rank]) if rank in fixed else counted[rank] for rank in ranks}
+    return Plan(assigned, counted, warnings.causes())
+
+
+class _Warnings:
+    """Collects keys whose replicas differ, as far as the offers tell."""
+
+    def __init__(self, offers: Mapping[int, Offer]) -> None:
+        self._digests = {rank: offer.digests for rank, offer in offers.items()}
+        self._found: dict[str, Cause] = {}
+        self._more: set[str] = set()
+
+    def compare(self, key: str, holders: _Holders, writer: int) -> None:
+        """Note the key if two of its holders have different digests.
+
+        Only free ranks are to be compared: the digests of one that has staged are of another save.
+        """
+        digests = self._digests
+        sides: dict[int, list[int]] = {}
+        for rank, item in zip(holders[::2], holders[1::2], strict=True):
+            digest = digests[rank][item]
+            if digest != -1:
+                sides.setdefault(digest, []).append(rank)
+        if len(sides) < 2 or key in self._found:
+            return
+        if len(self._found) == LISTED_MAX:
+            self._more.add(key)
+            return
+        groups = [_show_ranks(side) for side in list(sides.values())[:3]]
+        rest = len(sides) - len(groups)
+        text = " from ".join(groups) + (f", and {rest} more values" if rest else "")
+        self._found[key] = Cause(
+            "replicas-differ",
+            f"key {key!r} differs by rank, {text}; the copy of rank {writer} is the one written",
+            "pass state that differs by rank as per_rank={...}",
+            rank=writer,
+        )
+
+    def causes(self) -> tuple[Cause, ...]:
+        causes = list(self._found.values())
+        if self._more:
+            last = causes[-1]
+            causes[-1] = Cause(
+                last.code,
+                f"{last.message}{_and_more(len(causes) + len(self._more), 'key')}",
+                last.hint,
+                rank=last.rank,
+            )
+        return tuple(causes)
+
+
+def _take_as_is(
+    offers: Mapping[int, Offer], ranks: Sequence[int], fixed: Mapping[int, Sequence[int]]
+) -> Plan:
+    """Plan for final offers: everything is written where it is."""
+    writers: dict[tuple[str, Box], int] = {}
+    assigned: dict[int, list[int]] = {}
+    for rank in ranks:
+        offer = offers[rank]
+        assigned[rank] = list(range(len(offer.keys)))
+        if rank in fixed and sorted(fixed[rank]) != assigned[rank]:
+            raise _refusal(
+                "structure-changed",
+                f"rank {rank} has staged {len(fixed[rank])} of the {len(assigned[rank])} items "
+                "of its SavePlanner",
+                "change the state on all ranks before the same save",
+            )
+        for place in zip(offer.keys, offer.offsets, strict=True):
+            if place in writers:
+                both = _show_ranks(sorted({writers[place], rank}))
+                raise _refusal(
+                    "coverage-overlap",
+                    f"key {place[0]!r} at offset {list(place[1])} is planned twice, by {both}",
+                    "the SavePlanner's create_global_plan must leave each item to one rank",
+                )
+            writers[place] = rank
+    return Plan(assigned, assigned, ())
+
+
+def _refusal(code: str, message: str, hint: str = "") -> PlanRefused:
+    return PlanRefused(Cause(code, message, hint))
+
+
+def _show_description(kind: int, dtype: str, size: Box) -> str:
+    if kind == Kind.OBJECT:
+        return "an object"
+    what = "a tensor" if kind == Kind.TENSOR else "a sharded tensor"
+    return f"{what} {dtype} {list(size)}"
+
+
+def _show_ranks(ranks: Sequence[int]) -> str:
+    """Write ascending ranks as `rank 3` or `ranks 0-2, 7`, long lists shortened."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs = [[ranks[0], ranks[0]]]
+    for before, rank in pairwise(ranks):
+        if rank == before + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = [str(low) if low == high else f"{low}-{high}" for low, high in runs[:_RUNS_MAX]]
+    rest = sum(high - low + 1 for low, high in runs[_RUNS_MAX:])
+    return f"ranks {', '.join(shown)}" + (f" and {rest} more" if rest else "")
+
+
+def _and_more(count: int, noun: str) -> str:
+    rest = count - LISTED_MAX
+    return f"; and {rest} more {noun}{'s' if rest > 1 else ''}" if rest > 0 else ""

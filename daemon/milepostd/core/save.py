@@ -1,0 +1,907 @@
+"""One save at one node: the phases and the transition tables of both roles.
+
+Everything that affects a save's phase lives here. Every node of the cohort is a *participant*: it
+gathers what its local ranks say, has their images written, and tells the coordinator. The node of
+rank 0 is the *coordinator* too: it asks for a plan where one is needed, collects the nodes' word
+that all is durable, has the index built, and publishes. The two roles talk by the same messages on
+one node as between nodes, so there is one behaviour, not two.
+
+An event that the phase does not allow changes nothing. Time comes as an argument in nanoseconds.
+Methods return commands; nothing here does anything by itself.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+from milepost.protocol import (
+    AbortWanted,
+    Cause,
+    Concluded,
+    Fail,
+    Gathered,
+    LayoutReady,
+    Offered,
+    Outcome,
+    Planned,
+    Prepared,
+    Progress,
+    RankReport,
+    SaveRef,
+    Skipped,
+    SlotFreed,
+    Staged,
+    Unable,
+    WrittenFile,
+)
+from milepostd.core.commands import (
+    BuildIndex,
+    ClearTimer,
+    Command,
+    Discard,
+    GiveUp,
+    Log,
+    MakePlan,
+    Publish,
+    Reply,
+    Send,
+    SetTimer,
+    WriteFragment,
+    WriteImage,
+)
+from milepostd.core.events import (
+    BytesWritten,
+    FileDurable,
+    FileFailed,
+    FragmentDurable,
+    FragmentFailed,
+    IndexBuilt,
+    IndexFailed,
+    OutcomeFound,
+    PlanFailed,
+    PlanMade,
+    Published,
+    PublishFailed,
+)
+from milepostd.core.job import Job, save_order
+
+SECOND_NS: Final = 1_000_000_000
+
+RESEND_S: Final = 2.0
+"""How long a node waits for an answer before it repeats itself: peers answer within milliseconds,
+so a silence of seconds means that a message was lost or a peer restarts."""
+
+RESOLVE_GRACE_S: Final = 15.0
+"""How long beyond the deadline a prepared node waits for the coordinator's own verdict before it
+looks for itself."""
+
+NAMED_MAX: Final = 8
+"""How many ranks or nodes a sentence names before it counts the rest."""
+
+
+class Phase(StrEnum):
+    """Where a save stands."""
+
+    GATHERING = "gathering"
+    """Not every rank has said what it holds."""
+    PLANNING = "planning"
+    """All have spoken; at least one waits for its layout or is staging under a new one."""
+    WRITING = "writing"
+    """All ranks are staged; images are being written."""
+    SEALING = "sealing"
+    """The node's manifest fragment is being written."""
+    PREPARED = "prepared"
+    """All of this node is durable; the coordinator decides."""
+    FAILING = "failing"
+    """This node cannot go on and has said so; the coordinator decides."""
+    RESOLVING = "resolving"
+    """The coordinator is silent past the deadline; the shared directory is asked."""
+    COLLECTING = "collecting"
+    """The coordinator waits for every node to be prepared."""
+    INDEXING = "indexing"
+    """Manifest and `.metadata` are being written."""
+    PUBLISHING = "publishing"
+    """The rename is under way."""
+    ABORTING = "aborting"
+    """The save's directory is being taken out of the way."""
+    CONCLUDED = "concluded"
+    """The outcome is known."""
+
+
+class Trigger(StrEnum):
+    """What moves a save on."""
+
+    ALL_REPORTED = "all ranks reported"
+    ALL_STAGED = "all ranks staged"
+    ALL_WRITTEN = "all files durable"
+    SEALED = "fragment durable"
+    CANNOT = "this node cannot go on"
+    OUTCOME = "outcome heard"
+    OVERDUE = "deadline passed"
+    OUTCOME_FOUND = "outcome found"
+    NEEDS_PLAN = "a rank needs a layout"
+    ALL_GATHERED = "all nodes gathered"
+    PLAN_MADE = "plan made"
+    PLAN_SUFFICES = "plan made, nothing else wanted"
+    ALL_PREPARED = "all nodes prepared"
+    INDEX_BUILT = "index built"
+    PUBLISHED = "published"
+    REFUSED = "cannot become a checkpoint"
+
+
+PARTICIPANT: Final[dict[tuple[Phase, Trigger], Phase]] = {
+    (Phase.GATHERING, Trigger.ALL_REPORTED): Phase.PLANNING,
+    (Phase.GATHERING, Trigger.ALL_STAGED): Phase.WRITING,
+    (Phase.PLANNING, Trigger.ALL_STAGED): Phase.WRITING,
+    (Phase.WRITING, Trigger.ALL_WRITTEN): Phase.SEALING,
+    (Phase.SEALING, Trigger.SEALED): Phase.PREPARED,
+    **{
+        (phase, Trigger.CANNOT): Phase.FAILING
+        for phase in (Phase.GATHERING, Phase.PLANNING, Phase.WRITING, Phase.SEALING)
+    },
+    **{
+        (phase, Trigger.OUTCOME): Phase.CONCLUDED
+        for phase in (
+            Phase.GATHERING,
+            Phase.PLANNING,
+            Phase.WRITING,
+            Phase.SEALING,
+            Phase.PREPARED,
+            Phase.FAILING,
+            Phase.RESOLVING,
+        )
+    },
+    (Phase.PREPARED, Trigger.OVERDUE): Phase.RESOLVING,
+    (Phase.FAILING, Trigger.OVERDUE): Phase.CONCLUDED,
+    (Phase.PLANNING, Trigger.PLAN_SUFFICES): Phase.CONCLUDED,
+    (Phase.RESOLVING, Trigger.OUTCOME_FOUND): Phase.CONCLUDED,
+}
+"""What a participant does; pairs not listed change nothing."""
+
+COORDINATOR: Final[dict[tuple[Phase, Trigger], Phase]] = {
+    (Phase.GATHERING, Trigger.NEEDS_PLAN): Phase.PLANNING,
+    (Phase.GATHERING, Trigger.ALL_GATHERED): Phase.COLLECTING,
+    (Phase.PLANNING, Trigger.PLAN_MADE): Phase.COLLECTING,
+    (Phase.PLANNING, Trigger.PLAN_SUFFICES): Phase.CONCLUDED,
+    (Phase.COLLECTING, Trigger.ALL_PREPARED): Phase.INDEXING,
+    (Phase.INDEXING, Trigger.INDEX_BUILT): Phase.PUBLISHING,
+    (Phase.PUBLISHING, Trigger.PUBLISHED): Phase.CONCLUDED,
+    **{
+        (phase, Trigger.REFUSED): Phase.ABORTING
+        for phase in (
+            Phase.GATHERING,
+            Phase.PLANNING,
+            Phase.COLLECTING,
+            Phase.INDEXING,
+            Phase.PUBLISHING,
+        )
+    },
+    (Phase.ABORTING, Trigger.OUTCOME_FOUND): Phase.CONCLUDED,
+}
+"""What a coordinator does; pairs not listed change nothing."""
+
+
+class _Role:
+    """What both roles share: a phase that only the table moves, and the save's clock."""
+
+    table: dict[tuple[Phase, Trigger], Phase]
+    timer_prefix: str
+
+    def __init__(self, job: Job, save: SaveRef, now_ns: int) -> None:
+        self.job = job
+        self.save = save
+        self.phase = Phase.GATHERING
+        self.opened_at_ns = now_ns
+
+    def move(self, trigger: Trigger) -> bool:
+        """Take the transition if the phase allows it; say whether it did."""
+        target = self.table.get((self.phase, trigger))
+        if target is None:
+            return False
+        self.phase = target
+        return True
+
+    @property
+    def is_concluded(self) -> bool:
+        return self.phase is Phase.CONCLUDED
+
+    def timer(self, kind: str) -> str:
+        """Name a timer of this role and save."""
+        return f"{self.timer_prefix}.{kind}/{self.save.job}/{self.save.save_id}"
+
+    def set_timer(self, kind: str, at_ns: int) -> SetTimer:
+        return SetTimer(timer=self.timer(kind), at_ns=at_ns)
+
+    def clear_timers(self, *kinds: str) -> list[Command]:
+        return [ClearTimer(timer=self.timer(kind)) for kind in kinds]
+
+    def deadline_at_ns(self) -> int:
+        return self.opened_at_ns + int(self.job.deadline_s * SECOND_NS)
+
+
+class Participation(_Role):
+    """One node's part in one save."""
+
+    table = PARTICIPANT
+    timer_prefix = "participant"
+
+    def __init__(self, job: Job, save: SaveRef, node_id: str, now_ns: int) -> None:
+        super().__init__(job, save, now_ns)
+        self.node_id = node_id
+        self.reports: dict[int, RankReport] = {}
+        self.staged: dict[int, Staged] = {}
+        self.files: dict[int, WrittenFile] = {}
+        self.is_writing: set[int] = set()
+        """Ranks whose image a writer may be touching."""
+        self.slot_owed: set[int] = set()
+        """Ranks that were told the outcome while a writer still held their slot."""
+        self.layouts_given: set[int] = set()
+        self.fragment = ""
+        self.failure: Fail | None = None
+        self.outcome = ""
+        self.is_discarding = False
+        self.bytes_total = 0
+        self.bytes_written = 0
+        self.at_ms = 0
+        self.message = Concluded(save_id=save.save_id, outcome="")
+        """What the ranks are told; meaningful once concluded."""
+
+    def open(self) -> list[Command]:
+        """First report of the save on this node."""
+        return [
+            self.set_timer("deadline", self.deadline_at_ns()),
+            Log(level="debug", event="save.opened", save=self.save),
+        ]
+
+    # --- what local ranks say
+
+    def rank_said(
+        self, rank: int, message: Offered | Staged | Skipped | Unable | AbortWanted, now_ns: int
+    ) -> list[Command]:
+        """Take one rank's word; each says one thing, or offers and then stages."""
+        if self.is_concluded:
+            return self._late(rank, message)
+        if message.save != self.save:
+            cause = Cause(
+                "save-mismatch",
+                f"rank {rank} calls save {self.save.save_id} step {message.save.step} as "
+                f"{message.save.name!r}, another rank step {self.save.step} as {self.save.name!r}",
+                "every rank must call save() in the same order, with the same step and name",
+                self.node_id,
+                rank,
+            )
+            return self._register_foreign(rank, message) + self.cannot(cause, now_ns)
+        match message:
+            case Offered():
+                return self._offered(rank, message, now_ns)
+            case Staged():
+                return self._staged(rank, message, now_ns)
+            case Skipped():
+                return self.cannot(
+                    Cause("busy", message.reason, "", self.node_id, rank), now_ns, skip=True
+                )
+            case Unable():
+                return self.cannot(message.cause, now_ns)
+            case AbortWanted():
+                return self.cannot(
+                    Cause("aborted", f"rank {rank} asked for an abort", "", self.node_id, rank),
+                    now_ns,
+                )
+
+    def _register_foreign(self, rank: int, message: object) -> list[Command]:
+        # A rank that staged under another description still has a slot to be given back.
+        if isinstance(message, Staged) and rank not in self.staged:
+            self.staged[rank] = message
+        return []
+
+    def _offered(self, rank: int, message: Offered, now_ns: int) -> list[Command]:
+        if rank in self.reports:
+            return []
+        self.reports[rank] = RankReport(rank, "", message.fingerprint, message.offer)
+        return self._check_reports(now_ns)
+
+    def _staged(self, rank: int, message: Staged, now_ns: int) -> list[Command]:
+        if rank in self.staged:
+            return []
+        self.staged[rank] = message
+        seat = self.job.seats.get(rank)
+        if seat is not None:
+            seat.arenas.add(message.arena)
+        if rank not in self.reports:
+            self.reports[rank] = RankReport(rank, message.layout_id)
+        commands: list[Command] = []
+        if self.phase in (Phase.GATHERING, Phase.PLANNING):
+            self.bytes_total += message.image_bytes
+            self.is_writing.add(rank)
+            commands.append(
+                WriteImage(
+                    save=self.save,
+                    root=self.job.root,
+                    rank=rank,
+                    arena=message.arena,
+                    slot=message.slot,
+                    layout_id=message.layout_id,
+                )
+            )
+        return commands + self._check_reports(now_ns)
+
+    def _check_reports(self, now_ns: int) -> list[Command]:
+        commands: list[Command] = []
+        if len(self.reports) < len(self.job.ranks_here):
+            return commands
+        if len(self.staged) == len(self.job.ranks_here):
+            had_gathered = self.phase is Phase.PLANNING
+            if self.move(Trigger.ALL_STAGED):
+                if not had_gathered:
+                    commands += self._tell(now_ns)
+                commands.append(
+                    Log(level="info", event="save.staged", save=self.save,
+                        fields={"bytes": self.bytes_total})
+                )  # fmt: skip
+                commands += self._progress("writing")
+                commands += self._check_files(now_ns)
+        elif self.move(Trigger.ALL_REPORTED):
+            commands += self._tell(now_ns)
+        return commands
+
+    def _progress(self, phase: str) -> list[Command]:
+        return [
+            Reply(session=seat.session, message=Progress(save_id=self.save.save_id, phase=phase))
+            for seat in self.job.seats.values()
+            if not seat.is_lost
+        ]
+
+    # --- what writers say
+
+    def bytes_moved(self, event: BytesWritten) -> list[Command]:
+        """Progress, for people."""
+        self.bytes_written += event.count
+        return []
+
+    def file_durable(self, event: FileDurable, now_ns: int) -> list[Command]:
+        """One rank's file is synced."""
+        rank = event.file.rank
+        self.files[rank] = event.file
+        return self._writer_done(rank) + self._check_files(now_ns)
+
+    def file_failed(self, event: FileFailed, now_ns: int) -> list[Command]:
+        """One rank's file could not be written."""
+        return self._writer_done(event.rank) + self.cannot(event.cause, now_ns)
+
+    def _writer_done(self, rank: int) -> list[Command]:
+        self.is_writing.discard(rank)
+        commands: list[Command] = []
+        if rank in self.slot_owed:
+            self.slot_owed.discard(rank)
+            commands += self._reply(rank, SlotFreed(save_id=self.save.save_id))
+        return commands + self._discard_when_quiet()
+
+    def _check_files(self, now_ns: int) -> list[Command]:
+        if len(self.files) < len(self.job.ranks_here) or not self.move(Trigger.ALL_WRITTEN):
+            return []
+        files = tuple(self.files[rank] for rank in sorted(self.files))
+        return [WriteFragment(save=self.save, root=self.job.root, files=files)]
+
+    def fragment_durable(self, event: FragmentDurable, now_ns: int) -> list[Command]:
+        """Everything of this node is durable: say so."""
+        self.fragment = event.fragment
+        if not self.move(Trigger.SEALED):
+            return []
+        return [Log(level="debug", event="save.prepared", save=self.save), *self._tell(now_ns)]
+
+    def fragment_failed(self, event: FragmentFailed, now_ns: int) -> list[Command]:
+        """The fragment could not be written."""
+        return self.cannot(event.cause, now_ns)
+
+    # --- what the coordinator says
+
+    def planned(self, message: Planned) -> list[Command]:
+        """Layouts for local ranks that offered."""
+        commands: list[Command] = []
+        if self.phase is not Phase.PLANNING:
+            return commands
+        for layout in message.layouts:
+            if layout.rank in self.staged or layout.rank in self.layouts_given:
+                continue
+            self.layouts_given.add(layout.rank)
+            commands += self._reply(
+                layout.rank,
+                LayoutReady(
+                    save_id=self.save.save_id,
+                    layout_id=layout.layout_id,
+                    assigned=layout.assigned,
+                    warnings=message.warnings,
+                ),
+            )
+        if self.save.is_plan_only and self.move(Trigger.PLAN_SUFFICES):
+            # The layouts are the answer: the ranks expect no other.
+            self.outcome = "planned"
+            self.reports = {}
+            commands += self.clear_timers("deadline", "resend")
+        return commands
+
+    def heard_outcome(self, message: Outcome, now_ns: int) -> list[Command]:
+        """The coordinator's verdict."""
+        if not self.move(Trigger.OUTCOME):
+            return []
+        return self._conclude(
+            message.outcome,
+            now_ns,
+            path=message.path,
+            checkpoint_bytes=message.checkpoint_bytes,
+            at_ms=message.at_ms,
+            cause=message.cause,
+            layout_valid=message.layout_valid,
+        )
+
+    # --- failures and time
+
+    def cannot(self, cause: Cause, now_ns: int, *, skip: bool = False) -> list[Command]:
+        """This node cannot go on: the coordinator is told, and ends the save for all."""
+        if not self.move(Trigger.CANNOT):
+            return []
+        placed = cause if cause.node else Cause(
+            cause.code, cause.message, cause.hint, self.node_id, cause.rank
+        )  # fmt: skip
+        self.failure = Fail(save=self.save, cause=placed, skip=skip)
+        # Not prepared means not published: if the coordinator stays silent, this node may end it by
+        # itself.
+        grace = self.set_timer("deadline", now_ns + int(RESOLVE_GRACE_S * SECOND_NS))
+        return [*self._tell(now_ns), grace]
+
+    def resend(self, now_ns: int) -> list[Command]:
+        """Nothing was heard for a while: say it again."""
+        return [] if self.is_concluded else self._tell(now_ns)
+
+    def overdue(self, now_ns: int) -> list[Command]:
+        """The deadline has passed on this node."""
+        if self.phase in (Phase.GATHERING, Phase.PLANNING, Phase.WRITING, Phase.SEALING):
+            missing = [rank for rank in self.job.ranks_here if rank not in self.reports]
+            code = "rank-missing" if missing else "timeout"
+            cause = Cause(
+                code,
+                f"save {self.save.save_id} of step {self.save.step} did not end within "
+                f"{self.job.deadline_s:g} s: {self.waits_for()}",
+                "see `milepost status`; every rank has to call save()",
+                self.node_id,
+                missing[0] if missing else -1,
+            )
+            return self.cannot(cause, now_ns)
+        if self.phase is Phase.FAILING and self.move(Trigger.OVERDUE):
+            # Never prepared, so the coordinator cannot have published: this is certain without its
+            # word.
+            assert self.failure is not None
+            return self._conclude(
+                "skipped" if self.failure.skip else "failed", now_ns, cause=self.failure.cause
+            )
+        if self.phase is Phase.PREPARED:
+            if now_ns < self.deadline_at_ns() + int(RESOLVE_GRACE_S * SECOND_NS):
+                # The coordinator has the same deadline and decides for all; give it the first word.
+                at_ns = self.deadline_at_ns() + int(RESOLVE_GRACE_S * SECOND_NS)
+                return [self.set_timer("deadline", at_ns)]
+            if self.move(Trigger.OVERDUE):
+                return [GiveUp(save=self.save, root=self.job.root, is_coordinator=False)]
+        return []
+
+    def outcome_found(self, event: OutcomeFound, now_ns: int) -> list[Command]:
+        """The shared directory has told how the save ended."""
+        if not self.move(Trigger.OUTCOME_FOUND):
+            return []
+        outcome = {"aborted": "failed", "committed": "committed"}.get(
+            event.outcome, "outcome-unknown"
+        )
+        silent = f"the coordinator {self.job.coordinator.node_id} fell silent"
+        cause = {
+            "failed": Cause("node-missing", f"{silent}; the save was given up", "", self.node_id),
+            "committed": None,
+            "outcome-unknown": Cause(
+                "outcome-unknown",
+                f"{silent}, and neither outcome shows in {self.job.root}",
+                "`milepost list` tells once the file system answers",
+                self.node_id,
+            ),
+        }[outcome]
+        return self._conclude(outcome, now_ns, path=event.path, cause=cause)
+
+    def _conclude(
+        self,
+        outcome: str,
+        now_ns: int,
+        *,
+        path: str = "",
+        checkpoint_bytes: int = 0,
+        at_ms: int = 0,
+        cause: Cause | None = None,
+        layout_valid: bool = True,
+    ) -> list[Command]:
+        self.outcome = outcome
+        self.at_ms = at_ms
+        self.message = Concluded(
+            save_id=self.save.save_id,
+            outcome=outcome,
+            path=path,
+            checkpoint_bytes=checkpoint_bytes,
+            elapsed_s=round((now_ns - self.opened_at_ns) / SECOND_NS, 6),
+            cause=cause,
+            layout_valid=layout_valid,
+        )
+        commands = self.clear_timers("deadline", "resend")
+        for rank in self.job.ranks_here:
+            commands += self._tell_outcome(rank)
+        # Offers can be megabytes; an ended save is kept only to answer late messages.
+        self.reports = {
+            rank: RankReport(rank, report.layout_id) for rank, report in self.reports.items()
+        }
+        return commands + self._discard_when_quiet()
+
+    def _tell_outcome(self, rank: int) -> list[Command]:
+        message = self.message
+        if rank in self.is_writing:
+            self.slot_owed.add(rank)
+            message = Concluded(
+                save_id=message.save_id,
+                outcome=message.outcome,
+                path=message.path,
+                checkpoint_bytes=message.checkpoint_bytes,
+                elapsed_s=message.elapsed_s,
+                cause=message.cause,
+                layout_valid=message.layout_valid,
+                slot_free=False,
+            )
+        return self._reply(rank, message)
+
+    def _late(self, rank: int, message: object) -> list[Command]:
+        """A rank speaks of a save that has ended for its node: tell it how."""
+        if isinstance(message, AbortWanted) or self.outcome == "planned":
+            return []
+        return self._tell_outcome(rank)
+
+    def _discard_when_quiet(self) -> list[Command]:
+        if (
+            not self.is_concluded
+            or self.is_discarding
+            or self.is_writing
+            or self.outcome in ("committed", "outcome-unknown", "planned")
+        ):
+            return []
+        self.is_discarding = True
+        return [Discard(save=self.save, root=self.job.root)]
+
+    def _reply(self, rank: int, message: LayoutReady | Concluded | SlotFreed) -> list[Command]:
+        seat = self.job.seats.get(rank)
+        if seat is None or seat.is_lost:
+            return []
+        return [Reply(session=seat.session, message=message)]
+
+    def _tell(self, now_ns: int) -> list[Command]:
+        """Say to the coordinator where this node stands."""
+        message: Gathered | Prepared | Fail
+        if self.phase is Phase.FAILING:
+            assert self.failure is not None
+            message = self.failure
+        elif self.phase is Phase.PREPARED:
+            message = Prepared(
+                save=self.save,
+                files=tuple(self.files[rank] for rank in sorted(self.files)),
+                fragment=self.fragment,
+            )
+        elif len(self.reports) == len(self.job.ranks_here):
+            message = Gathered(
+                save=self.save,
+                reports=tuple(self.reports[rank] for rank in sorted(self.reports)),
+            )
+        else:
+            return []
+        return [
+            Send(node=self.job.coordinator, message=message),
+            self.set_timer("resend", now_ns + int(RESEND_S * SECOND_NS)),
+        ]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether this node still has to do something for the save."""
+        return not self.is_concluded or bool(self.is_writing)
+
+    def waits_for(self) -> str:
+        """Say in one sentence what the save waits for on this node."""
+        match self.phase:
+            case Phase.GATHERING:
+                missing = [rank for rank in self.job.ranks_here if rank not in self.reports]
+                return (
+                    f"waiting for {named('rank', missing, len(self.job.ranks_here))} to call save"
+                )
+            case Phase.PLANNING:
+                missing = [rank for rank in self.job.ranks_here if rank not in self.staged]
+                ungiven = [rank for rank in missing if rank not in self.layouts_given]
+                if ungiven:
+                    return (
+                        f"waiting for the plan of coordinator {self.job.coordinator.node_id} for "
+                        f"{named('rank', ungiven, len(self.job.ranks_here))}"
+                    )
+                return f"waiting for {named('rank', missing, len(self.job.ranks_here))} to stage"
+            case Phase.WRITING:
+                return f"writing {self.bytes_written} of {self.bytes_total} bytes"
+            case Phase.SEALING:
+                return "writing the manifest fragment"
+            case Phase.PREPARED:
+                return f"durable here; waiting for coordinator {self.job.coordinator.node_id}"
+            case Phase.FAILING:
+                return (
+                    f"failed here; waiting for coordinator {self.job.coordinator.node_id} to end it"
+                )
+            case Phase.RESOLVING:
+                return "the coordinator is silent; asking the shared directory"
+            case _:
+                return f"ended as {self.outcome}"
+
+
+class Coordination(_Role):
+    """The coordinator's part in one save."""
+
+    table = COORDINATOR
+    timer_prefix = "coordinator"
+
+    def __init__(self, job: Job, save: SaveRef, node_id: str, now_ns: int) -> None:
+        super().__init__(job, save, now_ns)
+        self.node_id = node_id
+        self.gathered: dict[str, Gathered] = {}
+        self.planned: Planned | None = None
+        self.prepared: dict[str, Prepared] = {}
+        self.failure: Fail | None = None
+        self.outcome: Outcome | None = None
+        self.checkpoint_bytes = 0
+
+    def open(self) -> list[Command]:
+        """First word of any node."""
+        return [self.set_timer("deadline", self.deadline_at_ns())]
+
+    # --- what nodes say
+
+    def node_said(
+        self, node_id: str, message: Gathered | Prepared | Fail, now_ns: int
+    ) -> list[Command]:
+        """Take a node's word; repeated words are answered again, and change nothing."""
+        if self.outcome is not None:
+            return self._send(node_id, self.outcome)
+        if self.is_concluded and self.planned is not None:
+            return self._send_plan(node_id, self.planned)
+        if message.save != self.save:
+            cause = Cause(
+                "save-mismatch",
+                f"node {node_id} calls save {self.save.save_id} step {message.save.step} as "
+                f"{message.save.name!r}, another node step {self.save.step} as {self.save.name!r}",
+                "every rank must call save() in the same order, with the same step and name",
+                node_id,
+            )
+            return self.refuse(Fail(save=self.save, cause=cause), now_ns)
+        match message:
+            case Gathered():
+                return self._gathered(node_id, message)
+            case Prepared():
+                return self._prepared(node_id, message)
+            case Fail():
+                return self.refuse(message, now_ns)
+
+    def _gathered(self, node_id: str, message: Gathered) -> list[Command]:
+        if node_id in self.gathered:
+            # A repetition: the answer may have been lost.
+            return [] if self.planned is None else self._send_plan(node_id, self.planned)
+        self.gathered[node_id] = message
+        return self._check_gathered()
+
+    def _check_gathered(self) -> list[Command]:
+        if len(self.gathered) < len(self.job.nodes):
+            return []
+        reports = tuple(
+            report
+            for _, report in sorted(
+                (report.rank, report)
+                for gathered in self.gathered.values()
+                for report in gathered.reports
+            )
+        )
+        if any(not report.layout_id for report in reports):
+            if self.move(Trigger.NEEDS_PLAN):
+                return [
+                    Log(level="debug", event="plan.requested", save=self.save),
+                    MakePlan(save=self.save, reports=reports),
+                ]
+        elif self.move(Trigger.ALL_GATHERED):
+            return self._check_prepared()
+        return []
+
+    def plan_made(self, event: PlanMade) -> list[Command]:
+        """Hand the layouts to the nodes whose ranks asked."""
+        enough = Trigger.PLAN_SUFFICES if self.save.is_plan_only else Trigger.PLAN_MADE
+        if not self.move(enough):
+            return []
+        self.planned = Planned(save=self.save, layouts=event.layouts, warnings=event.warnings)
+        commands: list[Command] = [
+            Log(level="warning", event="plan.warned", save=self.save, cause=warning)
+            for warning in event.warnings
+        ]
+        commands.append(Log(level="info", event="plan.made", save=self.save))
+        for node_id in self.job.nodes:
+            commands += self._send_plan(node_id, self.planned)
+        if self.is_concluded:
+            self.gathered = {}
+            return commands + self.clear_timers("deadline")
+        return commands + self._check_prepared()
+
+    def plan_failed(self, event: PlanFailed, now_ns: int) -> list[Command]:
+        """The offers cannot become a checkpoint."""
+        return self.refuse(Fail(save=self.save, cause=event.cause), now_ns)
+
+    def _send_plan(self, node_id: str, planned: Planned) -> list[Command]:
+        ranks = set(self.job.ranks_of[node_id])
+        layouts = tuple(layout for layout in planned.layouts if layout.rank in ranks)
+        if not layouts:
+            return []
+        return self._send(
+            node_id, Planned(save=self.save, layouts=layouts, warnings=planned.warnings)
+        )
+
+    def _prepared(self, node_id: str, message: Prepared) -> list[Command]:
+        self.prepared.setdefault(node_id, message)
+        if node_id not in self.gathered:
+            # Its `Gathered` was lost; what it has written says the same.
+            reports = tuple(RankReport(file.rank, file.layout_id) for file in message.files)
+            self.gathered[node_id] = Gathered(save=self.save, reports=reports)
+            return self._check_gathered()
+        return self._check_prepared()
+
+    def _check_prepared(self) -> list[Command]:
+        if len(self.prepared) < len(self.job.nodes) or not self.move(Trigger.ALL_PREPARED):
+            return []
+        files = sorted(
+            (file for prepared in self.prepared.values() for file in prepared.files),
+            key=lambda file: file.rank,
+        )
+        fragments = tuple(sorted(prepared.fragment for prepared in self.prepared.values()))
+        return [
+            BuildIndex(save=self.save, root=self.job.root, files=tuple(files), fragments=fragments)
+        ]
+
+    def index_built(self, event: IndexBuilt) -> list[Command]:
+        """`.metadata` is durable where nobody sees it yet: publish."""
+        if not self.move(Trigger.INDEX_BUILT):
+            return []
+        self.checkpoint_bytes = event.checkpoint_bytes
+        is_latest = save_order(self.save) > self.job.latest_order
+        if is_latest:
+            self.job.latest_order = save_order(self.save)
+        return [Publish(save=self.save, root=self.job.root, is_latest=is_latest)]
+
+    def index_failed(self, event: IndexFailed, now_ns: int) -> list[Command]:
+        """The files do not make a whole."""
+        return self.refuse(Fail(save=self.save, cause=event.cause), now_ns)
+
+    def published(self, event: Published, now_ns: int) -> list[Command]:
+        """It is a checkpoint: tell everybody."""
+        if not self.move(Trigger.PUBLISHED):
+            return []
+        return self._conclude(
+            Outcome(
+                save=self.save,
+                outcome="committed",
+                path=event.path,
+                checkpoint_bytes=self.checkpoint_bytes,
+                at_ms=event.at_ms,
+            ),
+            now_ns,
+        )
+
+    def publish_failed(self, event: PublishFailed, now_ns: int) -> list[Command]:
+        """The rename did not happen, or is not known to have: the directory decides."""
+        return self.refuse(Fail(save=self.save, cause=event.cause), now_ns)
+
+    # --- failures and time
+
+    def refuse(self, failure: Fail, now_ns: int) -> list[Command]:
+        """End the save for all, unless it is published or ending already."""
+        if not self.move(Trigger.REFUSED):
+            return []
+        self.failure = failure
+        return [GiveUp(save=self.save, root=self.job.root, is_coordinator=True)]
+
+    def overdue(self, now_ns: int) -> list[Command]:
+        """The deadline has passed."""
+        if self.phase in (Phase.PUBLISHING, Phase.ABORTING, Phase.CONCLUDED):
+            return []
+        silent = self._silent_nodes()
+        cause = Cause(
+            "node-missing" if silent else "timeout",
+            f"save {self.save.save_id} of step {self.save.step} did not end within "
+            f"{self.job.deadline_s:g} s: {self.waits_for()}",
+            "see `milepost status` on the nodes named",
+            silent[0] if silent else self.node_id,
+        )
+        return self.refuse(Fail(save=self.save, cause=cause), now_ns)
+
+    def outcome_found(self, event: OutcomeFound, now_ns: int) -> list[Command]:
+        """GiveUp has ended: now the outcome is certain, or certain to be unknown."""
+        if not self.move(Trigger.OUTCOME_FOUND):
+            return []
+        assert self.failure is not None
+        if event.outcome == "committed":
+            outcome = Outcome(
+                save=self.save,
+                outcome="committed",
+                path=event.path,
+                checkpoint_bytes=self.checkpoint_bytes,
+            )
+        elif event.outcome == "aborted":
+            outcome = Outcome(
+                save=self.save,
+                outcome="skipped" if self.failure.skip else "failed",
+                cause=self.failure.cause,
+                layout_valid=self.failure.cause.code not in PLAN_VOIDING,
+            )
+        else:
+            outcome = Outcome(
+                save=self.save, outcome="outcome-unknown", cause=self.failure.cause,
+            )  # fmt: skip
+        return self._conclude(outcome, now_ns)
+
+    def _conclude(self, outcome: Outcome, now_ns: int) -> list[Command]:
+        self.outcome = outcome
+        self.gathered = {}
+        self.planned = None
+        commands = self.clear_timers("deadline")
+        for node_id in self.job.nodes:
+            commands += self._send(node_id, outcome)
+        return commands
+
+    def _send(self, node_id: str, message: Planned | Outcome) -> list[Command]:
+        return [Send(node=self.job.nodes[node_id], message=message)]
+
+    def _silent_nodes(self) -> list[str]:
+        """Nodes that have not said what the present phase waits for."""
+        heard = self.gathered if self.phase is Phase.GATHERING else self.prepared
+        if self.phase not in (Phase.GATHERING, Phase.COLLECTING):
+            return []
+        return [node_id for node_id in self.job.nodes if node_id not in heard]
+
+    def waits_for(self) -> str:
+        """Say in one sentence what the save waits for at the coordinator."""
+        silent = self._silent_nodes()
+        match self.phase:
+            case Phase.GATHERING:
+                return (
+                    f"waiting for {named('node', silent, len(self.job.nodes))} to gather its ranks"
+                )
+            case Phase.PLANNING:
+                return "planning: dropping replicas, balancing bytes, checking coverage"
+            case Phase.COLLECTING:
+                return f"waiting for {named('node', silent, len(self.job.nodes))} to be durable"
+            case Phase.INDEXING:
+                return "building the index and the manifest"
+            case Phase.PUBLISHING:
+                return "publishing"
+            case Phase.ABORTING:
+                return "taking the save's directory out of the way"
+            case _:
+                return "ended"
+
+
+PLAN_VOIDING: Final = frozenset(
+    {
+        "structure-changed",
+        "key-conflict",
+        "coverage-gap",
+        "coverage-overlap",
+        "coverage-bounds",
+        "plan-failed",
+        "planner-failed",
+    }
+)
+"""Causes after which every rank offers anew at its next save."""
+
+
+def named(what: str, values: list[int] | list[str], total: int) -> str:
+    """Return for instance `2 of 8 ranks: 3, 5`; at most NAMED_MAX are named."""
+    shown = ", ".join(str(value) for value in values[:NAMED_MAX])
+    rest = f" and {len(values) - NAMED_MAX} more" if len(values) > NAMED_MAX else ""
+    plural = what if total == 1 else f"{what}s"
+    return f"{len(values)} of {total} {plural}: {shown}{rest}"

@@ -1,0 +1,116 @@
+"""Node -> status: the one picture that the command line, the page, `/status` and the log show.
+
+Pure: reads a node, changes nothing. Plain data, ready for JSON; `docs/operations.md` describes it.
+Version 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from milepost.protocol import Cause
+from milepostd.core.job import Job
+from milepostd.core.node import Node
+from milepostd.core.save import SECOND_NS, Coordination, Participation
+
+STATUS_VERSION: Final = 1
+
+
+def status_of(node: Node, now_ns: int) -> dict[str, Any]:
+    """Return what is saved, what is running, what is stuck, and why, as this node knows it."""
+    saves: list[dict[str, Any]] = [
+        _save(role, now_ns) for role in node.participations.values() if role.is_pending
+    ]
+    saves += [_save(role, now_ns) for role in node.coordinations.values() if not role.is_concluded]
+    return {
+        "version": STATUS_VERSION,
+        "accepting": not node.stops,
+        "jobs": [_job(job) for job in node.jobs.values()],
+        "saves": saves,
+        "peers": [
+            {
+                "node_id": peer,
+                "address": _address(node, peer),
+                "last_heard_s": _seconds(now_ns - at_ns),
+            }
+            for peer, at_ns in sorted(node.peer_heard_at_ns.items())
+            if peer != node.node_id
+        ],
+        "sessions": [
+            {
+                "job": session.job.job,
+                "rank": session.rank,
+                "pid": session.job.seats[session.rank].pid,
+                "attempt": session.job.attempt,
+            }
+            for session in node.sessions.values()
+        ],
+    }
+
+
+def _seconds(duration_ns: int) -> float:
+    return round(duration_ns / SECOND_NS, 3)
+
+
+def _address(node: Node, peer: str) -> str:
+    for job in node.jobs.values():
+        if peer in job.nodes:
+            return job.nodes[peer].address
+    return ""
+
+
+def _cause(cause: Cause) -> dict[str, Any]:
+    return {
+        "code": cause.code,
+        "message": cause.message,
+        "hint": cause.hint,
+        "node": cause.node,
+        "rank": cause.rank,
+    }
+
+
+def _job(job: Job) -> dict[str, Any]:
+    committed, failed = job.last_committed, job.last_failed
+    return {
+        "job": job.job,
+        "root": job.root,
+        "attempt": job.attempt,
+        "world": job.world,
+        "ranks_here": list(job.ranks_here),
+        "nodes": list(job.nodes),
+        "coordinator": job.is_coordinator,
+        "last_committed": None
+        if committed is None
+        else {
+            "step": committed.save.step,
+            "save_id": committed.save.save_id,
+            "name": committed.save.name,
+            "path": committed.path,
+            "bytes": committed.checkpoint_bytes,
+            "elapsed_s": committed.elapsed_s,
+            "at_ms": committed.at_ms,
+        },
+        "last_failed": None
+        if failed is None
+        else {"step": failed.save.step, "save_id": failed.save.save_id, **_cause(failed.cause)},
+        "committed_total": job.outcome_counts.get("committed", 0),
+        "failed_total": job.outcome_counts.get("failed", 0),
+        "skipped_total": job.outcome_counts.get("skipped", 0),
+        "unknown_total": job.outcome_counts.get("outcome-unknown", 0),
+    }
+
+
+def _save(role: Participation | Coordination, now_ns: int) -> dict[str, Any]:
+    is_participant = isinstance(role, Participation)
+    return {
+        "job": role.save.job,
+        "save_id": role.save.save_id,
+        "step": role.save.step,
+        "name": role.save.name,
+        "role": "participant" if is_participant else "coordinator",
+        "phase": str(role.phase),
+        "age_s": _seconds(now_ns - role.opened_at_ns),
+        "bytes_total": role.bytes_total if isinstance(role, Participation) else 0,
+        "bytes_written": role.bytes_written if isinstance(role, Participation) else 0,
+        "waits_for": role.waits_for(),
+    }

@@ -1,0 +1,762 @@
+"""The only loop of the daemon: feeds events to the core, carries out its commands, turns
+completions into events.
+
+Whole contract: each slow command ends in exactly one event, success or failure, and nothing an
+executor does is raised into the loop. Payload never passes through here; writers map the arenas by
+name. Threads: the event loop owns the core and all sockets; image writers and other file work run
+in two bounded pools and talk back through the loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import psutil
+
+from milepost.errors import MilepostError, UsageError
+from milepost.format.manifest import FragmentFile
+from milepost.protocol import (
+    PROTOCOL_VERSION,
+    AbortWanted,
+    Cause,
+    ClientMessage,
+    Concluded,
+    Hello,
+    Join,
+    Leave,
+    NodeRef,
+    Offered,
+    PeerEnvelope,
+    Ping,
+    Pong,
+    Refused,
+    SaveRef,
+    Skipped,
+    Staged,
+    StatusIs,
+    StatusWanted,
+    Unable,
+    Welcome,
+    WrittenFile,
+)
+from milepost.retention import doomed
+from milepost.storage import Root, storage_error
+from milepostd import systemd
+from milepostd.config import Settings
+from milepostd.core.commands import (
+    AnyCommand,
+    BuildIndex,
+    ClearTimer,
+    Discard,
+    GiveUp,
+    Halt,
+    Log,
+    MakePlan,
+    MeetPeers,
+    Publish,
+    RemoveArenas,
+    Reply,
+    Retain,
+    Send,
+    SetTimer,
+    WarmPlanner,
+    WriteFragment,
+    WriteImage,
+)
+from milepostd.core.events import (
+    AnyEvent,
+    BytesWritten,
+    Discarded,
+    FileDurable,
+    FileFailed,
+    FragmentDurable,
+    FragmentFailed,
+    IndexBuilt,
+    IndexFailed,
+    OutcomeFound,
+    PeerSaid,
+    PlanFailed,
+    PlanMade,
+    Published,
+    PublishFailed,
+    RankJoined,
+    RankLeft,
+    RankSaid,
+    Retained,
+    SessionLost,
+    SessionOpened,
+    Started,
+    StopRequested,
+    TimerFired,
+)
+from milepostd.core.node import Node, NodeSettings
+from milepostd.core.status import status_of
+from milepostd.faults import FaultPoints, parse_faults
+from milepostd.logs import emit
+from milepostd.metrics import Counters
+from milepostd.planner import Planner
+from milepostd.transport import Transport, load_identity, save_identity
+from milepostd.writer import OpenArenas, write_fragment, write_rank
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FILE_THREADS: Final = 4
+"""Threads for fragments, renames and deletions, apart from the image writers, so that one hung
+write cannot keep a save of another root from being published."""
+
+LIVENESS_S: Final = 1.0
+"""How often trainers without a pidfd are looked at."""
+
+SILENT_TRAINER_S: Final = 300.0
+"""A trainer whose process this node cannot see (another PID namespace) is lost after this silence;
+long, because a trainer that compiles holds its interpreter for minutes."""
+
+
+def run(settings: Settings) -> int:
+    """Run the daemon until it is told to stop; return the exit code.
+
+    Raises UsageError if another daemon holds the run directory or an address cannot be bound.
+    """
+    run_dir = settings.run_dir
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if run_dir.stat().st_uid != os.getuid():
+        raise UsageError("usage", f"run directory {run_dir} belongs to another user")
+    run_dir.chmod(0o700)
+    with _exclusive(run_dir):
+        from milepostd.logs import setup
+
+        setup(settings.log_format, settings.log_level)
+        if settings.nice:
+            os.nice(settings.nice)
+        return asyncio.run(Runtime(settings).main())
+
+
+@contextlib.contextmanager
+def _exclusive(run_dir: Path) -> Any:
+    """Hold the run directory's lock: one daemon a node. The kernel frees it with the process."""
+    path = run_dir / "lock"
+    with path.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read().strip() or "unknown"
+            raise UsageError(
+                "usage",
+                f"run directory {run_dir} is in use by the daemon with pid {owner}",
+                "choose another --run-dir, or stop that daemon",
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+class Session(msgspec.Struct):
+    """One trainer's connection."""
+
+    number: int
+    route: bytes
+    hello: Hello
+    heard_at_s: float
+    pidfd: int = -1
+    """Readable once the process has ended; -1 where the process cannot be seen."""
+    is_visible: bool = False
+
+
+def installed_version(package: str) -> str:
+    """Return a package's version without importing it; empty if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def cause_of(error: BaseException, *, node: str, rank: int = -1) -> Cause:
+    """Translate what an executor met into what people are told."""
+    if isinstance(error, MilepostError):
+        return Cause(error.code, error.message, error.hint, node, rank)
+    if isinstance(error, OSError):
+        path = str(error.filename or "")
+        found = storage_error("a file operation", path, error, None)
+        return Cause(found.code, found.message, found.hint, node, rank)
+    _log.error("executor.broken", exc_info=error, extra={"fields": {"cause": repr(error)}})
+    return Cause("internal", f"{type(error).__name__}: {error}", "report it", node, rank)
+
+
+class Runtime:
+    """One daemon's loop and its executors."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.incarnation = os.urandom(6).hex()
+        self.identity = load_identity(settings.run_dir)
+        self.transport = Transport(settings.run_dir, self.identity, self.incarnation)
+        self.counters = Counters()
+        self.faults = FaultPoints(parse_faults(settings.faults) if settings.faults else ())
+        self.planner = Planner(settings.run_dir / "plans")
+        self.started_at_s = time.monotonic()
+        self.http_url = ""
+        self.events: asyncio.Queue[AnyEvent] = asyncio.Queue()
+        self.sessions: dict[bytes, Session] = {}
+        self.by_number: dict[int, Session] = {}
+        self.timers: dict[str, asyncio.TimerHandle] = {}
+        self.arenas = OpenArenas()
+        self.fragments: dict[tuple[str, str], dict[int, FragmentFile]] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.halted: asyncio.Future[str] | None = None
+        self.last_turn_s = time.monotonic()
+        self.last_session = 0
+        self.service = systemd.ServiceManager(os.environ)
+        self.writers = ThreadPoolExecutor(settings.writer_threads, "milepostd-writer")
+        self.files = ThreadPoolExecutor(FILE_THREADS, "milepostd-files")
+        self.roots = tuple(os.path.realpath(root) for root in settings.roots)
+        self.torch_version = installed_version("torch")
+        self.version = installed_version("milepost")
+
+    # --- life
+
+    async def main(self) -> int:
+        """Serve until halted."""
+        loop = asyncio.get_running_loop()
+        self.halted = loop.create_future()
+        self.transport.open(self.settings.peer, self.settings.advertise)
+        save_identity(
+            self.settings.run_dir, msgspec.structs.replace(self.identity, port=self.transport.port)
+        )
+        self.node_ref = NodeRef(
+            self.identity.node_id, self.transport.address, self.identity.public_key
+        )
+        self.node = Node(
+            NodeSettings(
+                node=self.node_ref,
+                roots=self.roots,
+                is_embedded=self.settings.embedded,
+                linger_s=self.settings.linger_s,
+            )
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._asked_to_stop)
+        self._spawn(self._serve_http())
+        self._spawn(self.transport.serve_sessions(self._trainer_said))
+        self._spawn(self.transport.serve_peers(self._peer_said))
+        self._spawn(self._turn())
+        self._spawn(self._watch())
+        emit("info", "daemon.started", node=self.node_ref.node_id, pid=os.getpid(),
+             address=self.node_ref.address, run_dir=str(self.settings.run_dir))  # fmt: skip
+        self.service.ready("accepting saves")
+        self._post(Started())
+        try:
+            reason = await self.halted
+        finally:
+            await self._close()
+        emit("info", "daemon.ended", node=self.node_ref.node_id, reason=reason)
+        return 0
+
+    async def _close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        for session in self.sessions.values():
+            self._forget_pidfd(session)
+        await self.planner.stop()
+        self.transport.close()
+        self.writers.shutdown(wait=False, cancel_futures=True)
+        self.files.shutdown(wait=False, cancel_futures=True)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if task.cancelled() or task.exception() is None:
+            return
+        # Executors turn every failure into an event, so this is a fault of ours: better a restart
+        # by the supervisor than a loop that has lost one of its hands.
+        _log.critical("daemon.broken", exc_info=task.exception(), extra={"fields": {}})
+        if self.halted is not None and not self.halted.done():
+            self.halted.set_exception(task.exception() or RuntimeError("a task broke"))
+
+    def _asked_to_stop(self) -> None:
+        self.service.stopping("draining")
+        self._post(StopRequested())
+        asyncio.get_running_loop().call_later(self.settings.drain_s, self._post, StopRequested())
+
+    def _post(self, event: AnyEvent) -> None:
+        self.events.put_nowait(event)
+
+    async def _turn(self) -> None:
+        """Take events one by one; the only place where the core is touched."""
+        while True:
+            event = await self.events.get()
+            self.last_turn_s = time.monotonic()
+            for command in self.node.handle(event, time.monotonic_ns()):
+                self._carry_out(command)
+            self.counters.event_took(time.monotonic() - self.last_turn_s)
+
+    async def _watch(self) -> None:
+        """Look after trainers that cannot be watched by pidfd, measure the loop, feed the
+        watchdog.
+        """
+        fed_at_s = 0.0
+        while True:
+            before_s = time.monotonic()
+            await asyncio.sleep(min(LIVENESS_S, self.service.watchdog_s or LIVENESS_S))
+            now_s = time.monotonic()
+            self.counters.loop_lagged(max(0.0, now_s - before_s - LIVENESS_S))
+            if (
+                self.service.watchdog_s is not None
+                and now_s - fed_at_s >= self.service.watchdog_s / 2
+            ):
+                self.service.alive()
+                fed_at_s = now_s
+            for session in [*self.sessions.values()]:
+                if session.pidfd < 0 and not self._is_alive(session, now_s):
+                    self._session_ended(session, "its process is gone")
+
+    async def _serve_http(self) -> None:
+        from milepostd.http import bind_as_set, make_app, serve, url_of
+        from milepostd.metrics import make_exposition
+
+        listener = bind_as_set(self.settings)
+        if listener is None:
+            return
+        self.http_url = url_of(listener)
+        app = make_app(
+            status=self.status,
+            healthy=self.is_healthy,
+            metrics=make_exposition(self.status, self.counters),
+            token=self.settings.http_token,
+        )
+        await serve(app, listener)
+
+    # --- what others ask
+
+    def status(self) -> dict[str, Any]:
+        """The node's picture of itself, as `milepost status` and HTTP show it."""
+        picture = status_of(self.node, time.monotonic_ns())
+        for save in picture["saves"]:
+            point = self.faults.holding(f"{save['job']}/{save['save_id']}")
+            if point is not None:
+                save["waits_for"] = f"held at fault point {point}; {save['waits_for']}"
+        now_s = time.monotonic()
+        heard = {
+            session.hello.pid: now_s - session.heard_at_s for session in self.sessions.values()
+        }
+        for row in picture["sessions"]:
+            row["last_heard_s"] = round(heard.get(row["pid"], 0.0), 3)
+        picture["node"] = {
+            "node_id": self.node_ref.node_id,
+            "incarnation": self.incarnation,
+            "pid": os.getpid(),
+            "version": self.version,
+            "torch_version": self.torch_version,
+            "uptime_s": round(now_s - self.started_at_s, 3),
+            "peer_address": self.node_ref.address,
+            "embedded": self.settings.embedded,
+            "run_dir": str(self.settings.run_dir),
+            "http": self.http_url,
+        }
+        return picture
+
+    def is_healthy(self) -> bool:
+        """Whether the loop turns: no event has waited for long."""
+        return self.events.empty() or time.monotonic() - self.last_turn_s < 10.0
+
+    async def _trainer_said(self, route: bytes, message: ClientMessage) -> None:
+        self.counters.message(type(message).__name__, "in")
+        session = self.sessions.get(route)
+        if session is not None:
+            session.heard_at_s = time.monotonic()
+        match message:
+            case StatusWanted():
+                self.transport.reply(route, StatusIs(status=self.status()))
+            case Hello():
+                self._hello(route, message)
+            case _ if session is None:
+                cause = Cause(
+                    "daemon-lost", "this daemon does not know the session", "say hello again"
+                )
+                self.transport.reply(route, Refused(cause=cause))
+            case Ping():
+                self.transport.reply(route, Pong())
+            case Join():
+                self._post(
+                    RankJoined(session=session.number, pid=session.hello.pid, message=message)
+                )
+            case Leave():
+                self._post(RankLeft(session=session.number, message=message))
+            case Offered() | Staged() | Skipped() | Unable() | AbortWanted():
+                self._post(RankSaid(session=session.number, message=message))
+
+    def _hello(self, route: bytes, hello: Hello) -> None:
+        cause = None
+        if hello.protocol != PROTOCOL_VERSION:
+            cause = Cause(
+                "version-mismatch",
+                f"the client speaks protocol {hello.protocol} (milepost {hello.version}), the "
+                f"daemon {PROTOCOL_VERSION} (milepost {self.version})",
+                "install one version on both sides and restart the daemon",
+            )
+        elif _series(hello.torch_version) != _series(self.torch_version):
+            cause = Cause(
+                "version-mismatch",
+                f"the trainer runs torch {hello.torch_version}, the daemon's planner torch "
+                f"{self.torch_version}",
+                "start milepostd from the trainer's environment",
+            )
+        if cause is not None:
+            self.transport.reply(route, Refused(cause=cause))
+            return
+        old = self.sessions.get(route)
+        if old is None:
+            self.last_session += 1
+            session = Session(
+                number=self.last_session, route=route, hello=hello, heard_at_s=time.monotonic()
+            )
+            self.sessions[route] = session
+            self.by_number[session.number] = session
+            self._watch_process(session)
+            self._post(SessionOpened(session=session.number))
+        self.transport.reply(
+            route,
+            Welcome(
+                protocol=PROTOCOL_VERSION,
+                version=self.version,
+                pid=os.getpid(),
+                incarnation=self.incarnation,
+                node=self.node_ref,
+            ),
+        )
+
+    def _watch_process(self, session: Session) -> None:
+        """Hear at once when the trainer ends, where its process can be seen and is the one it
+        says.
+        """
+        session.is_visible = _is_process(session.hello)
+        if not session.is_visible:
+            return
+        try:
+            session.pidfd = os.pidfd_open(session.hello.pid)
+        except OSError:
+            return
+        asyncio.get_running_loop().add_reader(
+            session.pidfd, self._session_ended, session, "its process has ended"
+        )
+
+    def _is_alive(self, session: Session, now_s: float) -> bool:
+        if session.is_visible:
+            return _is_process(session.hello)
+        return now_s - session.heard_at_s < SILENT_TRAINER_S
+
+    def _forget_pidfd(self, session: Session) -> None:
+        if session.pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(session.pidfd)
+            os.close(session.pidfd)
+            session.pidfd = -1
+
+    def _session_ended(self, session: Session, reason: str) -> None:
+        self._forget_pidfd(session)
+        self.sessions.pop(session.route, None)
+        self.by_number.pop(session.number, None)
+        self._post(SessionLost(session=session.number, reason=reason))
+
+    async def _peer_said(self, envelope: PeerEnvelope) -> None:
+        self.counters.message(type(envelope.message).__name__, "in")
+        self._post(PeerSaid(node_id=envelope.node_id, message=envelope.message))
+
+    # --- commands
+
+    def _carry_out(self, command: AnyCommand) -> None:
+        match command:
+            case Reply():
+                self._reply(command)
+            case Send():
+                self.counters.message(type(command.message).__name__, "out")
+                self.transport.send(command.node, command.message)
+            case MeetPeers():
+                self.transport.meet(command.nodes)
+            case SetTimer():
+                self._set_timer(command.timer, command.at_ns)
+            case ClearTimer():
+                self._clear_timer(command.timer)
+            case Log():
+                self._log_line(command)
+            case Halt():
+                if self.halted is not None and not self.halted.done():
+                    self.halted.set_result(command.reason)
+            case WarmPlanner():
+                self._spawn(self._warm_planner())
+            case RemoveArenas():
+                self._spawn(self._remove_arenas(command))
+            case WriteImage():
+                self._spawn(self._complete(self._write_image, command))
+            case WriteFragment():
+                self._spawn(self._complete(self._write_fragment, command))
+            case MakePlan():
+                self._spawn(self._complete(self._make_plan, command))
+            case BuildIndex():
+                self._spawn(self._complete(self._build_index, command))
+            case Publish():
+                self._spawn(self._complete(self._publish, command))
+            case GiveUp():
+                self._spawn(self._complete(self._give_up, command))
+            case Discard():
+                self._spawn(self._complete(self._discard, command))
+            case Retain():
+                self._spawn(self._complete(self._retain, command))
+
+    async def _complete(self, execute: Callable[[T], Awaitable[AnyEvent]], command: T) -> None:
+        """Carry out a slow command: exactly one event comes back."""
+        self._post(await execute(command))
+
+    def _reply(self, command: Reply) -> None:
+        session = self.by_number.get(command.session)
+        if session is None:
+            return
+        self.counters.message(type(command.message).__name__, "out")
+        if isinstance(command.message, Concluded):
+            self._count_outcome(command.message)
+        self.transport.reply(session.route, command.message)
+
+    def _count_outcome(self, message: Concluded) -> None:
+        if message.cause is not None:
+            self.counters.error(message.cause.code)
+
+    def _set_timer(self, timer: str, at_ns: int) -> None:
+        self._clear_timer(timer)
+        delay_s = max(0.0, (at_ns - time.monotonic_ns()) / 1e9)
+        loop = asyncio.get_running_loop()
+        self.timers[timer] = loop.call_later(delay_s, self._timer_fired, timer)
+
+    def _timer_fired(self, timer: str) -> None:
+        self.timers.pop(timer, None)
+        self._post(TimerFired(timer=timer))
+
+    def _clear_timer(self, timer: str) -> None:
+        handle = self.timers.pop(timer, None)
+        if handle is not None:
+            handle.cancel()
+
+    def _log_line(self, command: Log) -> None:
+        fields: dict[str, Any] = dict(command.fields)
+        if command.save is not None:
+            fields |= {
+                "job": command.save.job,
+                "save": command.save.save_id,
+                "step": command.save.step,
+            }
+        if command.cause is not None:
+            fields |= {"code": command.cause.code, "cause": command.cause.message}
+            fields |= {"rank": command.cause.rank} if command.cause.rank >= 0 else {}
+        outcome = fields.get("outcome")
+        if isinstance(outcome, str):
+            self.counters.save_ended(outcome)
+            if outcome == "committed":
+                self.counters.commit_took(float(fields.get("elapsed_s", 0.0)))
+        emit(command.level, command.event, node=self.node_ref.node_id, **fields)
+
+    async def _in_files(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.files, work)
+
+    # --- executors of slow commands
+
+    async def _write_image(self, command: WriteImage) -> AnyEvent:
+        save, rank, key = command.save, command.rank, _key(command.save)
+        loop = asyncio.get_running_loop()
+        started_s = time.monotonic()
+
+        def on_bytes(count: int) -> None:
+            self.faults.at_blocking("mid-write", key)
+            self.counters.bytes_written(count)
+            loop.call_soon_threadsafe(self._post, BytesWritten(save=save, count=count))
+
+        try:
+            await self.faults.at("after-staged", key)
+            file = await loop.run_in_executor(
+                self.writers,
+                partial(
+                    write_rank,
+                    Root(command.root),
+                    save,
+                    command.arena,
+                    command.slot,
+                    command.layout_id,
+                    on_bytes,
+                    self.arenas,
+                ),
+            )
+            await self.faults.at("after-write", key)
+        except Exception as error:  # every failure becomes the command's one event
+            return FileFailed(
+                save=save, rank=rank, cause=cause_of(error, node=self.node_ref.node_id, rank=rank)
+            )
+        self.counters.write_took(time.monotonic() - started_s)
+        self.fragments.setdefault((save.job, save.save_id), {})[rank] = file
+        return FileDurable(
+            save=save, file=WrittenFile(rank, file.layout_id, file.file, file.file_bytes)
+        )
+
+    async def _write_fragment(self, command: WriteFragment) -> AnyEvent:
+        save = command.save
+        try:
+            await self.faults.at("before-durable", _key(save))
+            files = self.fragments.pop((save.job, save.save_id))
+            ordered = tuple(files[rank] for rank in sorted(files))
+            name = await self._in_files(
+                partial(write_fragment, Root(command.root), save, self.node_ref.node_id, ordered)
+            )
+        except Exception as error:  # every failure becomes the command's one event
+            return FragmentFailed(save=save, cause=cause_of(error, node=self.node_ref.node_id))
+        return FragmentDurable(save=save, fragment=name)
+
+    async def _make_plan(self, command: MakePlan) -> AnyEvent:
+        save = command.save
+        started_s = time.monotonic()
+        try:
+            await self.faults.at("before-plan", _key(save))
+            made = await self.planner.make_plan(save.job, command.reports)
+        except Exception as error:  # every failure becomes the command's one event
+            return PlanFailed(save=save, cause=cause_of(error, node=self.node_ref.node_id))
+        self.counters.planning_took(time.monotonic() - started_s)
+        if isinstance(made, Cause):
+            return PlanFailed(save=save, cause=made)
+        return PlanMade(save=save, layouts=made.layouts, warnings=made.warnings)
+
+    async def _build_index(self, command: BuildIndex) -> AnyEvent:
+        save = command.save
+        try:
+            await self.faults.at("before-metadata", _key(save))
+            built = await self.planner.build_index(
+                save, command.root, command.files, command.fragments
+            )
+            await self.faults.at("after-metadata", _key(save))
+        except Exception as error:  # every failure becomes the command's one event
+            return IndexFailed(save=save, cause=cause_of(error, node=self.node_ref.node_id))
+        if isinstance(built, Cause):
+            return IndexFailed(save=save, cause=built)
+        return IndexBuilt(save=save, checkpoint_bytes=built.checkpoint_bytes)
+
+    async def _publish(self, command: Publish) -> AnyEvent:
+        save, root = command.save, Root(command.root)
+        try:
+            await self.faults.at("before-publish", _key(save))
+            path = await self._in_files(partial(root.publish, save))
+            at_ms = time.time_ns() // 1_000_000
+        except Exception as error:  # every failure becomes the command's one event
+            return PublishFailed(save=save, cause=cause_of(error, node=self.node_ref.node_id))
+        try:
+            await self.faults.at("after-publish", _key(save))
+            if command.is_latest:
+                await self._in_files(partial(root.move_latest, save.name))
+            await self.faults.at("before-committed", _key(save))
+        except Exception as error:  # the rename has happened: it is a checkpoint
+            cause = cause_of(error, node=self.node_ref.node_id)
+            emit("warning", "latest.unmoved", job=save.job, save=save.save_id, step=save.step,
+                 code=cause.code, cause=cause.message)  # fmt: skip
+        return Published(save=save, path=str(path), at_ms=at_ms)
+
+    async def _give_up(self, command: GiveUp) -> AnyEvent:
+        save, root = command.save, Root(command.root)
+        try:
+            found = await self._in_files(partial(root.give_up, save))
+        except Exception as error:  # every failure becomes the command's one event
+            cause = cause_of(error, node=self.node_ref.node_id)
+            emit("error", "save.unresolved", job=save.job, save=save.save_id, step=save.step,
+                 code=cause.code, cause=cause.message)  # fmt: skip
+            found = "unknown"
+        if found == "unknown" and command.is_coordinator and not root.save_dir(save).exists():
+            # Nobody else publishes, and this node has not: what was never made cannot become one.
+            published = root.path / save.name
+            found = (
+                "unknown"
+                if (published / ".metadata").exists() and not save.overwrite
+                else "aborted"
+            )
+        return OutcomeFound(save=save, outcome=found, path=str(root.path / save.name))
+
+    async def _discard(self, command: Discard) -> AnyEvent:
+        self.fragments.pop((command.save.job, command.save.save_id), None)
+        try:
+            await self._in_files(partial(Root(command.root).discard, command.save))
+        except Exception as error:  # leftovers are worth no more than a line
+            cause = cause_of(error, node=self.node_ref.node_id)
+            emit("warning", "save.undiscarded", job=command.save.job, save=command.save.save_id,
+                 step=command.save.step, code=cause.code, cause=cause.message)  # fmt: skip
+        return Discarded(save=command.save)
+
+    async def _retain(self, command: Retain) -> AnyEvent:
+        try:
+            removed = await self._in_files(partial(_retain, Root(command.root), command))
+        except Exception as error:  # a checkpoint too many is no loss
+            cause = cause_of(error, node=self.node_ref.node_id)
+            emit("warning", "retention.failed", job=command.job, code=cause.code,
+                 cause=cause.message)  # fmt: skip
+            return Retained(job=command.job, removed=())
+        if removed:
+            emit("info", "retention.removed", job=command.job, file=", ".join(removed))
+        return Retained(job=command.job, removed=removed)
+
+    async def _warm_planner(self) -> None:
+        try:
+            await self.planner.warm()
+        except OSError as error:  # the first plan tries again, and tells
+            emit("warning", "planner.cold", cause=str(error))
+
+    async def _remove_arenas(self, command: RemoveArenas) -> None:
+        for path in command.paths:
+            self.arenas.forget(path)
+            try:
+                await self._in_files(partial(Path(path).unlink, missing_ok=True))
+            except OSError as error:
+                emit("warning", "arena.unremoved", file=path, cause=str(error))
+
+
+def _key(save: SaveRef) -> str:
+    return f"{save.job}/{save.save_id}"
+
+
+def _series(text: str) -> str:
+    """Return major.minor of a version."""
+    return ".".join(text.split("+")[0].split(".")[:2])
+
+
+def _is_process(hello: Hello) -> bool:
+    """Whether the process that said hello is there, and is still the same one."""
+    try:
+        process = psutil.Process(hello.pid)
+        return (
+            abs(process.create_time() - hello.pid_created_s) < 1.0
+            and process.status() != psutil.STATUS_ZOMBIE
+        )
+    except psutil.Error:
+        return False
+
+
+def _retain(root: Root, command: Retain) -> tuple[str, ...]:
+    """Remove what no rule keeps; return the names."""
+    entries = root.checkpoints()
+    names = doomed(
+        [(entry.name, entry.step, entry.order) for entry in entries],
+        command.keep,
+        foreign={entry.name for entry in entries if not entry.save_id},
+    )
+    for name in names:
+        root.remove_checkpoint(name)
+    return tuple(names)

@@ -1,0 +1,293 @@
+"""ZeroMQ: the only file of the daemon that knows sockets. Frames in and out; what they mean is
+decided elsewhere.
+
+```
+trainer DEALER --- ipc://<run-dir>/milepostd.sock ---> ROUTER  sessions
+peer    DEALER --- tcp://<peer address>, CURVE -----> ROUTER  what other nodes say
+here    DEALER --- tcp://<their address>, CURVE ----> one per peer: what this node says
+```
+
+All sockets belong to the event loop's thread. LINGER is finite, so that a last word gets out and
+nothing hangs on an unreachable peer; high-water marks and message sizes are always set. The peer
+socket admits only CURVE keys of nodes that a job of this node has named. Sources: ZMTP, ZAP (RFC
+27), CurveZMQ (RFC 26).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+import msgpack
+import msgspec
+import zmq
+import zmq.asyncio
+import zmq.auth.asyncio
+
+from milepost.errors import ProtocolError, UsageError
+from milepost.protocol import (
+    MESSAGE_BYTES_MAX,
+    PROTOCOL_VERSION,
+    Cause,
+    ClientMessage,
+    DaemonMessage,
+    NodeRef,
+    PeerEnvelope,
+    PeerMessage,
+    Refused,
+    decode_client,
+    decode_peer,
+    encode,
+)
+from milepost.run_dir import SOCKET_PATH_BYTES_MAX, socket_path
+
+log = logging.getLogger(__name__)
+
+IDENTITY_NAME: Final = "identity"
+
+LINGER_MS: Final = 500
+"""How long a closing socket may still try to deliver."""
+
+QUEUE_MESSAGES_MAX: Final = 10_000
+"""High-water mark of each socket: far above what the saves in flight can need, low enough to bound
+memory."""
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Who this node is, kept in its run directory so that a restarted daemon is the same node to
+    its peers.
+    """
+
+    node_id: str
+    public_key: str
+    secret_key: str
+    port: int = 0
+    """The peer port last used; taken again if it is free."""
+
+
+def load_identity(run_dir: Path) -> Identity:
+    """Read the node's identity, or draw one. The file is private to its owner."""
+    path = run_dir / IDENTITY_NAME
+    try:
+        return msgspec.convert(msgpack.unpackb(path.read_bytes()), Identity)
+    except FileNotFoundError:
+        pass
+    except (ValueError, msgspec.ValidationError):
+        log.warning("identity.damaged", extra={"fields": {"file": str(path)}})
+    public_key, secret_key = zmq.curve_keypair()
+    host = socket.gethostname().split(".")[0][:24] or "node"
+    identity = Identity(
+        node_id=f"{host}-{os.urandom(3).hex()}",
+        public_key=public_key.decode(),
+        secret_key=secret_key.decode(),
+    )
+    save_identity(run_dir, identity)
+    return identity
+
+
+def save_identity(run_dir: Path, identity: Identity) -> None:
+    """Keep the identity for the next start. Not durable: a lost one is only drawn anew."""
+    path = run_dir / IDENTITY_NAME
+    draft = path.with_suffix(".new")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgpack.packb(msgspec.to_builtins(identity)))
+    draft.rename(path)
+
+
+class _Admission:
+    """ZAP answers: which CURVE keys may talk to the peer socket."""
+
+    def __init__(self) -> None:
+        self.keys: set[bytes] = set()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self.keys
+
+
+class Transport:
+    """Sockets of one daemon. All methods run on the event loop."""
+
+    def __init__(self, run_dir: Path, identity: Identity, incarnation: str) -> None:
+        self.identity = identity
+        self.incarnation = incarnation
+        self.address = ""
+        """What other nodes are told to connect to; set by `open`."""
+        self._socket_path = socket_path(run_dir)
+        self._context = zmq.asyncio.Context()
+        self._admission = _Admission()
+        self._authenticator: zmq.auth.asyncio.AsyncioAuthenticator | None = None
+        self._sessions: zmq.asyncio.Socket | None = None
+        self._inbox: zmq.asyncio.Socket | None = None
+        self._peers: dict[str, tuple[NodeRef, zmq.asyncio.Socket]] = {}
+
+    # --- opening and closing
+
+    def open(self, peer: str, advertise: str) -> None:
+        """Bind both sockets. The run directory's lock must be held: a stale socket file is
+        replaced.
+
+        Raises UsageError if an address cannot be bound or the socket's path is too long.
+        """
+        path = str(self._socket_path)
+        if len(path.encode()) > SOCKET_PATH_BYTES_MAX:
+            raise UsageError(
+                "usage",
+                f"socket path {path} has {len(path.encode())} bytes, over the system's limit of "
+                f"{SOCKET_PATH_BYTES_MAX}",
+                "choose a shorter --run-dir",
+            )
+        self._socket_path.unlink(missing_ok=True)
+        sessions = self._make_socket(zmq.ROUTER)
+        sessions.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        previous = os.umask(0o077)
+        try:
+            sessions.bind(f"ipc://{path}")
+        finally:
+            os.umask(previous)
+        self._sessions = sessions
+
+        self._authenticator = zmq.auth.asyncio.AsyncioAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(
+            domain="*", credentials_provider=self._admission
+        )
+        inbox = self._make_socket(zmq.ROUTER)
+        inbox.curve_server = True
+        inbox.curve_secretkey = self.identity.secret_key.encode()
+        inbox.curve_publickey = self.identity.public_key.encode()
+        self._inbox = inbox
+        bound = self._bind_peer(inbox, peer)
+        self.address = advertise or bound
+        if self.address.endswith(":0"):
+            self.address = self.address[: -len("0")] + bound.rpartition(":")[2]
+
+    def _bind_peer(self, inbox: zmq.asyncio.Socket, peer: str) -> str:
+        """Bind the peer socket; with port 0 the port of the last start is tried first."""
+        if peer.endswith(":0") and self.identity.port:
+            with contextlib.suppress(zmq.ZMQError):
+                inbox.bind(f"{peer[:-2]}:{self.identity.port}")
+                return inbox.getsockopt_string(zmq.LAST_ENDPOINT)
+        try:
+            # With port 0 the system picks one and the socket keeps it: nobody can take it in
+            # between.
+            inbox.bind(peer)
+        except zmq.ZMQError as error:
+            raise UsageError(
+                "usage",
+                f"cannot listen for peers at {peer}: {error.strerror}",
+                "choose another --peer",
+            ) from error
+        return inbox.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def port(self) -> int:
+        """The port the peer socket is bound to."""
+        return int(self.address.rpartition(":")[2])
+
+    def _make_socket(self, kind: int) -> zmq.asyncio.Socket:
+        made = self._context.socket(kind)
+        made.setsockopt(zmq.LINGER, LINGER_MS)
+        made.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES_MAX)
+        made.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES_MAX)
+        made.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        return made
+
+    def close(self) -> None:
+        """Close all sockets; what is queued has LINGER_MS to get out."""
+        for _, peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+        if self._sessions is not None:
+            self._sessions.close()
+        if self._inbox is not None:
+            self._inbox.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+        self._socket_path.unlink(missing_ok=True)
+
+    # --- trainers
+
+    async def serve_sessions(self, take: Callable[[bytes, ClientMessage], Awaitable[None]]) -> None:
+        """Hand each message of a trainer to `take`, with the connection's routing id; runs until
+        cancelled.
+        """
+        assert self._sessions is not None
+        while True:
+            frames = await self._sessions.recv_multipart()
+            if len(frames) != 2:
+                continue
+            try:
+                message = decode_client(frames[1])
+            except ProtocolError as error:
+                cause = Cause(error.code, error.message, "client and daemon differ in version?")
+                log.warning("session.malformed", extra={"fields": {"cause": error.message}})
+                self.reply(frames[0], Refused(cause=cause))
+                continue
+            await take(frames[0], message)
+
+    def reply(self, route: bytes, message: DaemonMessage) -> None:
+        """Queue a message to a trainer; one that is gone is no error."""
+        assert self._sessions is not None
+        # EHOSTUNREACH: the trainer went away; EAGAIN: it stopped reading 10,000 messages ago.
+        _post(self._sessions, [route, encode(message)])
+
+    # --- peers
+
+    def meet(self, nodes: tuple[NodeRef, ...]) -> None:
+        """Let these nodes talk to this one."""
+        for node in nodes:
+            self._admission.keys.add(node.public_key.encode())
+
+    async def serve_peers(self, take: Callable[[PeerEnvelope], Awaitable[None]]) -> None:
+        """Hand each message of another node to `take`; runs until cancelled."""
+        assert self._inbox is not None
+        while True:
+            frames = await self._inbox.recv_multipart()
+            try:
+                envelope = decode_peer(frames[-1])
+            except ProtocolError as error:
+                log.warning("peer.malformed", extra={"fields": {"cause": error.message}})
+                continue
+            if envelope.protocol != PROTOCOL_VERSION:
+                log.warning(
+                    "peer.version",
+                    extra={"fields": {"peer": envelope.node_id, "protocol": envelope.protocol}},
+                )
+                continue
+            await take(envelope)
+
+    def send(self, node: NodeRef, message: PeerMessage) -> None:
+        """Queue a message to a node. It may be lost; the core repeats what matters."""
+        known = self._peers.get(node.node_id)
+        if known is not None and known[0] != node:
+            known[1].close()
+            known = None
+        if known is None:
+            dealer = self._make_socket(zmq.DEALER)
+            dealer.curve_serverkey = node.public_key.encode()
+            dealer.curve_publickey = self.identity.public_key.encode()
+            dealer.curve_secretkey = self.identity.secret_key.encode()
+            dealer.setsockopt(zmq.RECONNECT_IVL, 50)
+            dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+            dealer.connect(node.address)
+            known = (node, dealer)
+            self._peers[node.node_id] = known
+        envelope = PeerEnvelope(PROTOCOL_VERSION, self.identity.node_id, self.incarnation, message)
+        _post(known[1], [encode(envelope)])
+
+
+def _post(target: zmq.asyncio.Socket, frames: list[bytes]) -> None:
+    """Queue frames now or not at all; a peer that is gone or full loses them."""
+    # Without blocking pyzmq tries at once and returns a finished future, whose error is looked at
+    # here so that the loop does not report it as forgotten.
+    sent = asyncio.ensure_future(target.send_multipart(frames, zmq.NOBLOCK))
+    if sent.done() and not sent.cancelled() and sent.exception() is not None:
+        log.debug("message.unsent", extra={"fields": {"cause": str(sent.exception())}})

@@ -1,0 +1,218 @@
+"""Writes one rank's staged image to its data file: checksums in place, then direct I/O from shared
+memory.
+
+Runs in threads; knows the arena, the layout table and the storage functions, nothing of sessions or
+messages. The daemon puts the CRCs into the image, not the trainer, so that training pays for one
+copy only. Bytes are read once for their CRC; the GIL is free while they are read and written. What
+a client wrote into the arena is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from isal import isal_zlib
+
+from milepost.arena import Arena, SlotRecord
+from milepost.errors import Rejected
+from milepost.format.layout import PAGE_BYTES, TableRow, align, unpack_table
+from milepost.format.manifest import FRAGMENT_PREFIX, Fragment, FragmentFile, encode
+from milepost.protocol import SaveRef
+from milepost.storage import Root, check_name
+
+_CRC: Final = struct.Struct("<I")
+
+
+class OpenArenas:
+    """The arenas this daemon has mapped, kept from save to save: mapping anew costs 0.1 s of CPU
+    per GiB.
+
+    Thread-safe. An arena whose file is gone or was replaced is let go at the next `get`; `forget`
+    does it at once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, tuple[tuple[int, int], Arena]] = {}
+
+    def get(self, path: str) -> Arena:
+        """Return the arena at `path`; do not close it. Raises Rejected("arena-invalid")."""
+        with self._lock:
+            for other, (identity, _) in list(self._open.items()):
+                if _identity(other) != identity:
+                    self._close(other)
+            if path not in self._open:
+                identity = _identity(path)
+                self._open[path] = (identity, Arena.open(Path(path)))
+            return self._open[path][1]
+
+    def forget(self, path: str) -> None:
+        """Unmap the arena; one that is being written from is unmapped after that."""
+        with self._lock:
+            self._close(path)
+
+    def close(self) -> None:
+        """Unmap all."""
+        with self._lock:
+            for path in list(self._open):
+                self._close(path)
+
+    def _close(self, path: str) -> None:
+        _, arena = self._open.pop(path, (None, None))
+        if arena is not None:
+            arena.close()
+
+
+def _identity(path: str) -> tuple[int, int]:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return (0, 0)
+    return (status.st_dev, status.st_ino)
+
+
+def write_rank(
+    root: Root,
+    save: SaveRef,
+    arena_path: str,
+    slot: int,
+    layout_id: str,
+    on_bytes: Callable[[int], None],
+    arenas: OpenArenas | None = None,
+) -> FragmentFile:
+    """Write what a rank staged into the save's directory, and return what the manifest has to know
+    of it.
+
+    The file is synced when this returns, its name is not (`Root.sync_save`). Each call makes a new
+    file; what an earlier, broken call left stays beside it until the save is published or given up.
+
+    Args:
+        on_bytes: called from this thread with the number of bytes after each block; what it raises
+            ends the write.
+        arenas: where mappings are kept; without it the arena is mapped for this call.
+
+    Raises:
+        Rejected: "arena-invalid" if the slot does not hold this save under this layout, or changed
+            meanwhile.
+        StorageError: the write failed; no file of this call remains.
+        SaveFailed, Rejected: "aborted", "already-committed": the save has ended.
+    """
+    arena = Arena.open(Path(arena_path)) if arenas is None else arenas.get(arena_path)
+    try:
+        return _write(root, save, arena, slot, layout_id, on_bytes)
+    finally:
+        if arenas is None:
+            arena.close()
+
+
+def _write(
+    root: Root,
+    save: SaveRef,
+    arena: Arena,
+    slot: int,
+    layout_id: str,
+    on_bytes: Callable[[int], None],
+) -> FragmentFile:
+    if not 0 <= slot < len(arena.slots):
+        raise _invalid(arena, f"no slot {slot}")
+    staged = arena.slots[slot]
+    record = staged.record()
+    _check(arena, record, save, layout_id)
+    rows = _rows(arena, record)
+    if not record.image_bytes:
+        return FragmentFile(
+            rank=record.rank, layout_id=layout_id, file="", file_bytes=0, crcs=(), objects=()
+        )
+    file_bytes = align(record.image_bytes, PAGE_BYTES)
+    with staged.image[:file_bytes] as image:
+        crcs = tuple(_seal_container(image, row) for row in rows)
+        objects = tuple(
+            (item, offset, length, isal_zlib.crc32(image[offset : offset + length]))
+            for item, offset, length in record.objects
+        )
+        # What an earlier, longer image left in the last page is not this checkpoint's.
+        image[record.image_bytes :] = bytes(file_bytes - record.image_bytes)
+        directory = root.open_save(save)
+        name = f"__{record.rank}_{_next_number(directory, record.rank)}.distcp"
+        root.write_image(directory / name, image, on_block=on_bytes)
+    if staged.record() != record:
+        raise _invalid(arena, f"slot {slot} was staged anew while it was written")
+    return FragmentFile(
+        rank=record.rank,
+        layout_id=layout_id,
+        file=name,
+        file_bytes=file_bytes,
+        crcs=crcs,
+        objects=objects,
+    )
+
+
+def write_fragment(root: Root, save: SaveRef, node_id: str, files: Sequence[FragmentFile]) -> str:
+    """Write this node's manifest fragment, durably with all names in the save's directory; return
+    its file name.
+    """
+    name = FRAGMENT_PREFIX + check_name(node_id)
+    fragment = Fragment(node_id=node_id, save_id=save.save_id, files=tuple(files))
+    root.write_file(root.save_dir(save) / name, encode(fragment))
+    return name
+
+
+def _check(arena: Arena, record: SlotRecord, save: SaveRef, layout_id: str) -> None:
+    found = (record.job, record.save_id, record.step, record.name, record.layout_id)
+    if found != (save.job, save.save_id, save.step, save.name, layout_id):
+        raise _invalid(
+            arena,
+            f"holds save {record.save_id} of step {record.step} under layout {record.layout_id},"
+            f" not save {save.save_id} of step {save.step} under {layout_id}",
+        )
+    if arena.layout_id != layout_id:
+        raise _invalid(arena, f"was made for layout {arena.layout_id}, not {layout_id}")
+
+
+def _rows(arena: Arena, record: SlotRecord) -> list[TableRow]:
+    """Return the layout's rows, all within the image: a CRC must never be put where it does not
+    belong.
+    """
+    try:
+        rows = unpack_table(arena.table)
+    except ValueError as error:
+        raise _invalid(arena, str(error)) from error
+    for _, blob, blob_bytes, payload, payload_bytes, crc, central_crc in rows:
+        payload_end, end = payload + payload_bytes, blob + blob_bytes
+        if not (
+            blob <= payload
+            and payload_end <= crc
+            and crc + _CRC.size <= central_crc
+            and central_crc + _CRC.size <= end <= record.image_bytes
+        ):
+            raise _invalid(arena, f"layout names bytes outside the {record.image_bytes} staged")
+    return rows
+
+
+def _seal_container(image: memoryview, row: TableRow) -> int:
+    """Put the payload's CRC into the container; return the CRC of the whole container."""
+    _, blob, blob_bytes, payload, payload_bytes, crc_at, central_crc_at = row
+    payload_end = payload + payload_bytes
+    crc = isal_zlib.crc32(image[payload:payload_end])
+    _CRC.pack_into(image, crc_at, crc)
+    _CRC.pack_into(image, central_crc_at, crc)
+    head = isal_zlib.crc32(image[blob:payload])
+    both = isal_zlib.crc32_combine(head, crc, payload_bytes)
+    whole: int = isal_zlib.crc32(image[payload_end : blob + blob_bytes], both)
+    return whole
+
+
+def _next_number(directory: Path, rank: int) -> int:
+    pattern = re.compile(rf"__{rank}_(\d+)\.distcp")
+    taken = [int(match[1]) for name in os.listdir(directory) if (match := pattern.fullmatch(name))]
+    return max(taken, default=-1) + 1
+
+
+def _invalid(arena: Arena, what: str) -> Rejected:
+    return Rejected("arena-invalid", f"arena {arena.path}: {what}")
