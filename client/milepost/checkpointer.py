@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
 import torch
 
@@ -34,6 +34,15 @@ from milepost.errors import (
     UsageError,
 )
 from milepost.offer import encode_offer, unpack_assigned
+from milepost.planning import (
+    FinalPlan,
+    PlannerExchange,
+    Resolved,
+    is_default,
+    make_final_offer,
+    resolve,
+    wants_lowest_rank,
+)
 from milepost.protocol import (
     AbortWanted,
     Cause,
@@ -65,6 +74,7 @@ from milepost.save import Checkpoint, Save
 from milepost.staging import Stager
 from milepost.state import (
     Items,
+    call_stateful,
     collect,
     fingerprint,
     flatten,
@@ -76,6 +86,7 @@ from milepost.storage import Root, check_name
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.distributed import Store
     from torch.distributed.checkpoint.planner import SavePlanner
 
     from milepost.arena import Slot
@@ -94,16 +105,30 @@ LAYOUTS_MAX: Final = 8
 STEP_MAX: Final = 2**63 - 1
 """Largest step: what msgpack and the manifest hold."""
 
+JOB_CHARACTERS_MAX: Final = 200
+"""Longest name of a job: it is on every line of the log and in every message."""
+
 JOB_VARIABLES: Final = ("MILEPOST_JOB", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "JOB_NAME")
 """Where launchers say what the job is called, first match wins."""
 
 
-class _Plan:
+class _Plan(NamedTuple):
     """What is known about one structure: the layout this rank was given for it."""
 
-    def __init__(self, layout_id: str, assigned: tuple[int, ...]) -> None:
-        self.layout_id = layout_id
-        self.assigned = assigned
+    layout_id: str
+    assigned: tuple[int, ...]
+
+
+class _Content(NamedTuple):
+    """What one save has to write, as far as this rank offers it."""
+
+    items: Items
+    structure: str
+    """Its fingerprint."""
+    objects: dict[int, bytes] | None
+    """Objects that are serialised already: all of them, where a SavePlanner made them."""
+    final: FinalPlan | None
+    """What a SavePlanner of the user's has decided."""
 
 
 class Checkpointer:
@@ -172,6 +197,7 @@ class Checkpointer:
         self.root = Path(os.path.realpath(root))
         self._process_group = process_group
         self._planner = planner
+        self._exchange: PlannerExchange | None = None
         self._on_busy = on_busy
         self._on_failure = on_failure
         self._overwrite = overwrite
@@ -179,6 +205,14 @@ class Checkpointer:
         self._deadline_s = float(deadline_s)
         self._group: Group = join_group(process_group)
         self.rank, self.world = self._group.rank, self._group.world
+        if planner is not None and not is_default(planner):
+            self._exchange = PlannerExchange(
+                planner,
+                rank=self.rank,
+                world=self.world,
+                store=cast("Store | None", self._group.store),
+                timeout_s=self._deadline_s,
+            )
 
         given = run_dir if run_dir is not None else os.environ.get("MILEPOST_RUN_DIR") or None
         self._is_embedded = given is None
@@ -207,14 +241,13 @@ class Checkpointer:
         self._preparing: threading.Thread | None = None
         self._loads = 0
 
+        name = _job_name(job, self.root)
         welcome = self._connect()
         self.node: NodeRef = welcome.node
         self._meeting: Meeting = meet(
             self._group,
-            Introduction(
-                self.node, str(self.root), _job_name(job, self.root), str(torch.__version__)
-            ),
-            self._claim,
+            Introduction(self.node, str(self.root), name, str(torch.__version__)),
+            lambda: self._claim(name),
         )
         self.job, self.attempt = self._meeting.job, self._meeting.attempt
         self._stager = Stager(self.job, self.attempt, self.rank, slots=slots)
@@ -239,11 +272,15 @@ class Checkpointer:
     def __repr__(self) -> str:
         return f"<Checkpointer rank {self.rank} of {self.world}, job {self.job}, root {self.root}>"
 
-    def _claim(self) -> int:
-        """Make the root and take the next attempt number; on rank 0."""
+    def _claim(self, name: str) -> tuple[str, int]:
+        """Make the root; return the job's name on the wire and its next attempt; on rank 0.
+
+        The name ends with the root's identity: two roots are two jobs to a daemon, also if one
+        launcher runs both, or one is the other deleted and made again.
+        """
         root = Root(self.root)
         root.prepare()
-        return root.claim_attempt(_job_name(None, self.root))
+        return f"{name}@{root.identity()}", root.claim_attempt(name)
 
     # --- the daemon
 
@@ -434,9 +471,9 @@ class Checkpointer:
         with self._changed:
             self._saves[ref.save_id] = save
         try:
+            content = self._collect(ref, state, None)
             self._join()
-            items = self._collect(state, None)
-            self._plan(ref, save, items, fingerprint(items, (self.world, self.rank)))
+            self._plan(ref, save, content)
             self._stager.fault_in()
         except MilepostError as error:
             self._give_up(ref, error)
@@ -479,11 +516,11 @@ class Checkpointer:
             self._saves[ref.save_id] = save
         self._saved[name] = save
         try:
+            content = self._collect(ref, state, per_rank)
             self._join()
             self._check_foreign(name)
-            items = self._collect(state, per_rank)
             if self._take_turn(ref, save):
-                self._stage(ref, save, items)
+                self._stage(ref, save, content)
         except UsageError as error:
             self._give_up(ref, error)
             raise
@@ -538,9 +575,26 @@ class Checkpointer:
                 "save under another name, or make the Checkpointer with overwrite=True",
             )
 
-    def _collect(self, state: Mapping[str, Any], per_rank: Mapping[str, Any] | None) -> Items:
-        flat, paths = flatten(with_per_rank(state, per_rank, self.rank))
-        return collect(flat, paths)
+    def _collect(
+        self, ref: SaveRef, state: Mapping[str, Any], per_rank: Mapping[str, Any] | None
+    ) -> _Content:
+        """List what the state holds, by a SavePlanner of the user's if there is one."""
+        place = (self.world, self.rank)
+        if self._exchange is None:
+            flat, paths = flatten(with_per_rank(state, per_rank, self.rank))
+            items = collect(flat, paths)
+            return _Content(items, fingerprint(items, place), None, None)
+        assert self._planner is not None
+        try:
+            nested = call_stateful(with_per_rank(state, per_rank, self.rank))
+        except Exception as error:
+            # The others are on their way to plan together, and must not wait for this rank.
+            self._exchange.refuse(ref.save_id, f"reading the state, raised {error!r}")
+            raise
+        final = self._exchange.plan(nested, ref.save_id)
+        resolved = resolve(final.plan, self._planner)
+        structure = fingerprint(resolved.items, (*place, final.plan_id))
+        return _Content(resolved.items, structure, resolved.objects, final)
 
     def _take_turn(self, ref: SaveRef, save: Save) -> bool:
         """Wait until fewer saves than slots are under way, or skip; False: this save has ended."""
@@ -576,18 +630,17 @@ class Checkpointer:
         if self._connection is not None:
             self._connection.send(message)
 
-    def _stage(self, ref: SaveRef, save: Save, items: Items) -> None:
+    def _stage(self, ref: SaveRef, save: Save, content: _Content) -> None:
         """Copy the state into a slot and tell the daemon."""
-        structure = fingerprint(items, (self.world, self.rank))
+        items, objects = content.items, content.objects
         with self._changed:
-            plan = self._plans.get(structure)
-        objects = None
+            plan = self._plans.get(content.structure)
         if plan is None:
-            objects = self._plan(ref, save, items, structure)
+            objects = self._plan(ref, save, content)
             if objects is None:
                 return
         else:
-            self._stager.lay_out(items, plan.assigned, plan.layout_id)
+            self._stager.lay_out(items, plan.assigned, plan.layout_id, objects=objects)
         if save.done():
             return
         slot = self._stager.free_slots()[0]
@@ -609,17 +662,24 @@ class Checkpointer:
             )
         )
 
-    def _plan(
-        self, ref: SaveRef, save: Save, items: Items, structure: str
-    ) -> dict[int, bytes] | None:
+    def _plan(self, ref: SaveRef, save: Save, content: _Content) -> dict[int, bytes] | None:
         """Offer the items, wait for this rank's layout and put it in force.
 
         Returns the serialised objects; None if the save ended meanwhile. Raises UsageError
         ("unpicklable"), Rejected ("shm-too-small").
         """
-        objects = serialise_objects(items)
-        offer = make_offer(items, objects, with_digests=self.world > 1)
-        self._send(Offered(save=ref, fingerprint=structure, offer=encode_offer(offer)))
+        items, objects = content.items, content.objects
+        if content.final is None:
+            objects = serialise_objects(items)
+            offer = make_offer(
+                items,
+                objects,
+                with_digests=self.world > 1,
+                to_lowest_rank=wants_lowest_rank(self._planner),
+            )
+        else:
+            offer = make_final_offer(content.final, Resolved(items, objects or {}))
+        self._send(Offered(save=ref, fingerprint=content.structure, offer=encode_offer(offer)))
         with self._changed:
             self._changed.wait_for(
                 lambda: ref.save_id in self._layouts_ready or save.done(), self._deadline_s + JOIN_S
@@ -636,10 +696,10 @@ class Checkpointer:
         plan = _Plan(ready.layout_id, tuple(unpack_assigned(ready.assigned, len(items))))
         self._stager.lay_out(items, plan.assigned, plan.layout_id, objects=objects)
         with self._changed:
-            self._plans[structure] = plan
+            self._plans[content.structure] = plan
             while len(self._plans) > LAYOUTS_MAX:
                 del self._plans[next(iter(self._plans))]
-        return objects
+        return objects or {}
 
     def _give_up(self, ref: SaveRef, error: MilepostError) -> None:
         """This rank cannot complete the save: it ends here and, by the daemon's word,
@@ -789,11 +849,12 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def _job_name(given: str | None, root: Path) -> str:
-    """Return the job's name on the wire: as given or found, made unique by the root."""
-    mark = hashlib.blake2b(str(root).encode(), digest_size=4).hexdigest()
-    name = given if given is not None else next(
-        (os.environ[each] for each in JOB_VARIABLES if os.environ.get(each)), ""
-    )  # fmt: skip
-    if given is not None and not given.strip():
-        raise UsageError("usage", "job is empty", "leave it out, or give it a name")
-    return f"{name}@{mark}" if name else mark
+    """Return the job's name: as given, as the launcher has it, else a hash of the root."""
+    if given is not None:
+        if not given.strip() or len(given) > JOB_CHARACTERS_MAX:
+            raise UsageError("usage", f"job is {given!r}, not 1 to {JOB_CHARACTERS_MAX} characters")
+        return given
+    for variable in JOB_VARIABLES:
+        if os.environ.get(variable):
+            return os.environ[variable][:JOB_CHARACTERS_MAX]
+    return hashlib.blake2b(str(root).encode(), digest_size=4).hexdigest()

@@ -36,7 +36,7 @@ from milepost.state import Items, container_bytes, dtype_names, plain_tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
@@ -82,19 +82,22 @@ class FinalPlan(NamedTuple):
 
 def _signature(plan: SavePlan) -> tuple[object, ...]:
     """Return what two local plans have in common exactly if one global plan serves both."""
-    items = []
+    items: list[tuple[object, ...]] = []
     for item in plan.items:
         data, index = item.tensor_data, item.index
         entry = (index.fqn, index.offset, index.index, item.type, item.bytes_io_data)
         if data is None:
             items.append(entry)
             continue
-        known, chunk = data.properties, data.chunk
-        box = None if chunk is None else (chunk.offsets, chunk.sizes)
+        box, known = (data.size, data.chunk.offsets, data.chunk.sizes), data.properties
         properties = (known.dtype, known.layout, known.requires_grad, known.pin_memory)
-        items.append((*entry, data.size, box, *properties))
-    # By content, since a planner may change its own data in place.
-    extra = pickle.dumps((plan.planner_data, plan.storage_data))
+        items.append((*entry, *box, *properties))
+    try:
+        # By content, since a planner may change its own data in place.
+        extra = pickle.dumps((plan.planner_data, plan.storage_data))
+    except Exception:
+        # What cannot be compared counts as changed; if it has to travel, that is reported there.
+        return (items, object())
     return (items, hashlib.blake2b(extra, digest_size=16).digest())
 
 
@@ -184,6 +187,15 @@ class PlannerExchange:
         if made[0].usable:
             self._signature = made[1]
         return FinalPlan(final, self._metadata, self._plan_id)
+
+    def refuse(self, exchange_id: str, fault: str) -> None:
+        """Come to a save's first round only to say that this rank cannot take part.
+
+        The others then fail by this rank's name and do not wait for it. Returns once they know, or
+        did not come themselves.
+        """
+        with suppress(SaveFailed):
+            self._agree(f"{exchange_id}/local", "same", f"rank {self._rank}, {fault}")
 
     def _exchange(self, exchange_id: str, local: SavePlan) -> SavePlan | bytes:
         """Return this rank's part of a new global plan, pickled if it comes from rank 0."""
@@ -310,7 +322,7 @@ class Resolved(NamedTuple):
 
 
 def resolve(plan: SavePlan, planner: SavePlanner) -> Resolved:
-    """Look up, through the planner, everything that this rank writes; item i is entry i of the plan.
+    """Look up through the planner all that this rank writes; item i is entry i of the plan.
 
     To be called in each save, after `PlannerExchange.plan`. Tensors are live unless the planner
     made them, so stage before the state changes.

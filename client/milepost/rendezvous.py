@@ -170,14 +170,18 @@ def _has_come(store: Store, key: str, timeout_s: float) -> bool:
 
 
 def meet(
-    group: Group, me: Introduction, claim: Callable[[], int], timeout_s: float = MEET_S
+    group: Group,
+    me: Introduction,
+    claim: Callable[[], tuple[str, int]],
+    timeout_s: float = MEET_S,
 ) -> Meeting:
     """Introduce this rank, and learn where the others are.
 
     Args:
         group: from `join_group`.
         me: this rank's node, root, job and torch version.
-        claim: takes the next attempt number of the root; called on rank 0 only.
+        claim: takes the next attempt number of the root, and returns it after the job's name on the
+            wire; called on rank 0 only.
         timeout_s: how long to wait for the others.
 
     Raises:
@@ -193,7 +197,7 @@ def meet(
         _check_agreement(said)
         cohort: dict[NodeRef, int] = {}
         node_of_rank = tuple(cohort.setdefault(entry.node, len(cohort)) for entry in said)
-        return _pack(Meeting(tuple(cohort), node_of_rank, me.job, claim()))
+        return _pack(Meeting(tuple(cohort), node_of_rank, *claim()))
 
     if group.rank != 0:
         gather(group, "meet", _pack(me), timeout_s)

@@ -276,6 +276,55 @@ class Root:
                     if (self.path / name / METADATA_NAME).exists():
                         _delete_tree(Path(entry.path))
 
+    def identity(self) -> str:
+        """Return the root's own name, drawn when it was first used.
+
+        A root that was deleted and made again at the same path is another one. `prepare` must have
+        run.
+        """
+        path = self._run / "root-id"
+        with _reported("read", path):
+            try:
+                return path.read_text().strip()
+            except FileNotFoundError:
+                pass
+            draft = self._run / f"{_TEMP_PREFIX}{secrets.token_hex(8)}"
+            _write_new(draft, f"{secrets.token_hex(4)}\n".encode())
+            try:
+                # Of two that come here together one gives the name; a link never replaces.
+                with suppress(FileExistsError):
+                    os.link(draft, path)
+            finally:
+                _unlink(draft)
+            _sync_directory(self._run)
+            return path.read_text().strip()
+
+    def check_shared(self, job: str) -> None:
+        """Make sure that this is the root that the job's ranks agreed on, seen from this node.
+
+        Args:
+            job: its name on the wire, `<name>@<root identity>`; a name without `@` claims nothing.
+
+        Raises:
+            StorageError: "root-not-shared": another directory, or an empty one, lies at this path.
+        """
+        _, at, expected = job.rpartition("@")
+        if not at:
+            return
+        try:
+            found = (self._run / "root-id").read_text().strip()
+        except FileNotFoundError:
+            found = ""
+        if found != expected:
+            raise StorageError(
+                "root-not-shared",
+                f"{self.path} is {f'root {found}' if found else 'no root'} on this node, and root "
+                f"{expected} on the node of rank 0",
+                "mount the same file system at the same path on all nodes",
+                operation="open",
+                path=str(self.path),
+            )
+
     def claim_attempt(self, job: str) -> int:
         """Take the next attempt number of this root, durably; no two callers get the same one."""
         content: bytes = msgpack.packb(

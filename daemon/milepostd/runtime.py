@@ -15,6 +15,7 @@ import fcntl
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -105,8 +106,9 @@ from milepostd.core.events import (
 from milepostd.core.node import Node, NodeSettings
 from milepostd.core.status import status_of
 from milepostd.faults import FaultPoints, parse_faults
+from milepostd.http import bind_as_set, make_app, serve, url_of
 from milepostd.logs import emit
-from milepostd.metrics import Counters
+from milepostd.metrics import Counters, make_exposition
 from milepostd.planner import Planner
 from milepostd.transport import Transport, load_identity, save_identity
 from milepostd.writer import OpenArenas, write_fragment, write_rank
@@ -251,7 +253,10 @@ class Runtime:
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._asked_to_stop)
-        self._spawn(self._serve_http())
+        listener = bind_as_set(self.settings)
+        if listener is not None:
+            self.http_url = url_of(listener)
+            self._spawn(self._serve_http(listener))
         self._spawn(self.transport.serve_sessions(self._trainer_said))
         self._spawn(self.transport.serve_peers(self._peer_said))
         self._spawn(self._turn())
@@ -277,6 +282,7 @@ class Runtime:
         self.transport.close()
         self.writers.shutdown(wait=False, cancel_futures=True)
         self.files.shutdown(wait=False, cancel_futures=True)
+        self.arenas.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -330,14 +336,7 @@ class Runtime:
                 if session.pidfd < 0 and not self._is_alive(session, now_s):
                     self._session_ended(session, "its process is gone")
 
-    async def _serve_http(self) -> None:
-        from milepostd.http import bind_as_set, make_app, serve, url_of
-        from milepostd.metrics import make_exposition
-
-        listener = bind_as_set(self.settings)
-        if listener is None:
-            return
-        self.http_url = url_of(listener)
+    async def _serve_http(self, listener: socket.socket) -> None:
         app = make_app(
             status=self.status,
             healthy=self.is_healthy,

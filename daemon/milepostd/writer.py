@@ -138,6 +138,7 @@ def _write(
         )
         # What an earlier, longer image left in the last page is not this checkpoint's.
         image[record.image_bytes :] = bytes(file_bytes - record.image_bytes)
+        root.check_shared(save.job)
         directory = root.open_save(save)
         name = f"__{record.rank}_{_next_number(directory, record.rank)}.distcp"
         root.write_image(directory / name, image, on_block=on_bytes)

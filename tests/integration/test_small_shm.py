@@ -114,7 +114,9 @@ def save(count, data):
         root.write_image(directory / "__0_0.distcp", data, on_block=counts.append)
     except StorageError as error:
         print(error.code, error.message.replace(sys.argv[1], "ROOT"))
-        print(sum(counts) > 0, root.give_up(ref), os.listdir(directory.with_name(directory.name + ".aborted")))
+        outcome = root.give_up(ref)
+        left = os.listdir(directory.with_name(directory.name + ".aborted"))
+        print(sum(counts) > 0, outcome, left)
         root.discard(ref)
         return
     root.write_file(directory / ".milepost", encode(Manifest(save_id=ref.save_id, step=count)))

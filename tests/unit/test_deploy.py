@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
+import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 
@@ -167,7 +167,7 @@ def test_the_probes_ask_for_paths_that_need_no_token(pod: Any) -> None:
         sidecar[probe]["httpGet"]["path"]
         for probe in ("startupProbe", "livenessProbe", "readinessProbe")
     }
-    app = make_app(lambda: {}, lambda: True, lambda: b"", "")
+    app = make_app(dict, lambda: True, lambda: b"", "")
     assert paths == {"/healthz", "/readyz"} & {route.path for route in app.routes}  # type: ignore[attr-defined]
 
 
@@ -188,17 +188,17 @@ def test_the_batch_script_is_a_shell_script_that_starts_what_there_is() -> None:
     assert notice_s > DRAIN_S
 
 
-def test_the_batch_script_drains_the_daemons_after_the_trainers(tmp_path: Path) -> None:
-    """With a stand-in for Slurm: trainers fail with 3, daemons end at SIGTERM, the job says 3."""
+@pytest.fixture
+def job(tmp_path: Path) -> dict[str, str]:
+    """An environment with stand-ins for Slurm; $TRAINERS is what the trainers do."""
     tools = tmp_path / "bin"
     tools.mkdir()
     stand_ins = {
         "srun": """
             case "$*" in
-              *torchrun*) echo trainers-ran >> "$LOG"; exit 3;;
-              *) trap 'echo daemons-drained >> "$LOG"; exit 0' TERM
-                 echo daemons-ran >> "$LOG"
-                 while :; do sleep 0.01; done;;
+              *torchrun*) until [ -e "$LOG.up" ]; do sleep 0.01; done; eval "$TRAINERS";;
+              *) trap 'echo daemons-drained >> "$LOG"; exit 0' TERM; touch "$LOG.up"
+                 while kill -0 $PPID; do sleep 0.01; done;;
             esac
         """,
         "scontrol": "echo node-1; echo node-2",
@@ -206,22 +206,37 @@ def test_the_batch_script_drains_the_daemons_after_the_trainers(tmp_path: Path) 
     for name, body in stand_ins.items():
         (tools / name).write_text(f"#!/bin/bash\n{body}\n")
         (tools / name).chmod(0o755)
-    log = tmp_path / "log"
-    found = subprocess.run(
-        ["bash", str(DEPLOY / "slurm/train.sbatch")],
-        check=False,
-        timeout=30,
-        env={
-            "PATH": f"{tools}:{os.environ['PATH']}",
-            "USER": "someone",
-            "SLURM_JOB_ID": "7",
-            "SLURM_NNODES": "2",
-            "SLURM_JOB_NODELIST": "node-[1-2]",
-            "LOG": str(log),
-        },
-    )
+    return {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "USER": "someone",
+        "SLURM_JOB_ID": "7",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "node-[1-2]",
+        "LOG": str(tmp_path / "log"),
+    }
+
+
+BATCH = ["bash", str(DEPLOY / "slurm/train.sbatch")]
+
+
+def test_the_batch_script_drains_the_daemons_and_ends_as_the_trainers_did(
+    job: dict[str, str],
+) -> None:
+    job["TRAINERS"] = "exit 3"
+    found = subprocess.run(BATCH, check=False, timeout=30, env=job)
     assert found.returncode == 3
-    assert log.read_text().split()[-1] == "daemons-drained"
+    assert Path(job["LOG"]).read_text().split() == ["daemons-drained"]
+
+
+def test_the_batch_script_passes_a_notice_on_to_the_trainers_first(job: dict[str, str]) -> None:
+    job["TRAINERS"] = (
+        "trap 'echo trainers-saved >> \"$LOG\"; exit 0' TERM\n"
+        "kill -TERM $PPID; while kill -0 $PPID; do sleep 0.01; done"
+    )
+    # The trainers' parent is the batch script, which is thus told as Slurm would tell it.
+    found = subprocess.run(BATCH, check=False, timeout=30, env=job)
+    assert found.returncode == 0
+    assert Path(job["LOG"]).read_text().split() == ["trainers-saved", "daemons-drained"]
 
 
 # --- Prometheus

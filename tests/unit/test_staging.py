@@ -6,22 +6,30 @@ import io
 import logging
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from milepost.arena import Arena, SlotState
 from milepost.errors import Rejected, SaveFailed, UsageError
 from milepost.format import container
+from milepost.format.index import build_metadata, pickle_metadata
 from milepost.format.layout import PAGE_BYTES, SMALL_ALIGN_BYTES, align, unpack_table
 from milepost.offer import Kind
 from milepost.protocol import SaveRef
 from milepost.staging import NoPinner, Staged, Stager, default_pinner, make_layout
-from milepost.state import Items, collect, flatten, serialise_objects
+from milepost.state import Items, collect, flatten, make_offer, serialise_objects
 
 SAVE = SaveRef(job="job", save_id="1-1", step=7, name="step_7")
 
@@ -365,6 +373,99 @@ def test_rows_of_a_layout_say_where_torch_put_the_payload_and_its_crc() -> None:
     assert second.blob_at % PAGE_BYTES == 0
     assert layout.objects == (1,)
     assert items.kinds[1] == Kind.OBJECT
+
+
+# --- stock torch as the judge -------------------------------------------------------------------
+
+
+def stock_load(folder: Path, ranks: list[Items], template: dict[str, Any]) -> dict[str, Any]:
+    """Put the images of these ranks where a checkpoint has its files, and load with stock torch."""
+    offers, assigned, files, objects = {}, {}, {}, {}
+    for rank, items in enumerate(ranks):
+        offers[rank] = make_offer(items, serialise_objects(items))
+        assigned[rank] = list(range(len(items)))
+        stager = Stager("judged", 1, rank, pinner=NoPinner())
+        try:
+            stager.lay_out(items, assigned[rank], "layout")
+            staged = stager.stage(stager.slots[0], SAVE, items)
+            files[rank] = f"__{rank}_0.distcp"
+            objects[rank] = {item: (at, length) for item, at, length in staged.record.objects}
+            image = bytes(staged.slot.image)[: staged.record.image_bytes]
+            (folder / files[rank]).write_bytes(image)
+        finally:
+            stager.close()
+    metadata = build_metadata(offers, assigned, files, objects, "1-1", str(folder))
+    (folder / ".metadata").write_bytes(pickle_metadata(metadata))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(template, checkpoint_id=folder, no_dist=True)
+    return template
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_stock_torch_loads_every_kind_of_entry_bit_for_bit(
+    stager: MakeStager, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tensors = odd_tensors()
+    quantised = torch.quantize_per_channel(
+        torch.rand(3, 4), torch.tensor([0.1, 0.2, 0.3]), torch.tensor([1, 2, 3]), 0, torch.qint8
+    )
+    state = {"t": tensors, "q": {"q": quantised}, "l": [1, [2]], "n": None, "x": [{"y": 1}]}
+    template = {
+        "t": {key: torch.zeros_like(tensor).contiguous() for key, tensor in tensors.items()},
+        "q": {"q": torch.zeros(3, 4)},
+        "l": [],
+        "n": 0,
+        "x": [{"y": 0}],
+    }
+    stager()
+    found = stock_load(tmp_path_factory.mktemp("checkpoint"), [items_of(state)], template)
+    for key, tensor in tensors.items():
+        assert same_bits(tensor, found["t"][key]), key
+    loaded = found["q"]["q"]
+    assert loaded.int_repr().equal(quantised.int_repr())
+    assert loaded.q_per_channel_scales().equal(quantised.q_per_channel_scales())
+    assert loaded.q_per_channel_zero_points().equal(quantised.q_per_channel_zero_points())
+    assert ([1, [2]], None, 1) == (found["l"], found["n"], found["x"][0]["y"])
+
+
+@pytest.mark.parametrize("shape", [(8, 3), (7, 5), (3, 3)])
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        [Shard(0), _StridedShard(0, split_factor=2)],
+        [_StridedShard(0, split_factor=2), Shard(0)],
+        [_StridedShard(1, split_factor=2), Shard(0)],
+        [Shard(0), Shard(1)],
+    ],
+)
+def test_stock_torch_puts_strided_and_uneven_shards_together(
+    stager: MakeStager,
+    tmp_path_factory: pytest.TempPathFactory,
+    shape: tuple[int, int],
+    cuts: list[Placement],
+) -> None:
+    """A 2 x 2 mesh, each rank in turn seen from a process group without any other process."""
+    whole = torch.rand(shape)
+    ranks = []
+    for rank in range(4):
+        dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+        try:
+            mesh = init_device_mesh("cpu", (2, 2))
+            local = whole
+            for parts, index, cut in zip((2, 2), divmod(rank, 2), cuts, strict=True):
+                assert isinstance(cut, Shard | _StridedShard)
+                local = cut._split_tensor(local, parts, with_padding=False)[0][index]
+            tensor = DTensor.from_local(
+                local, mesh, cuts, run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+            ranks.append(items_of({"w": tensor}))
+        finally:
+            dist.destroy_process_group()
+    stager()
+    folder = tmp_path_factory.mktemp("checkpoint")
+    assert whole.equal(stock_load(folder, ranks, {"w": torch.zeros(shape)})["w"])
 
 
 # --- pinning ------------------------------------------------------------------------------------

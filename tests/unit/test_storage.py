@@ -758,7 +758,12 @@ def test_a_second_hand_that_publishes_the_same_save_does_not_move_the_new_checkp
         monkeypatch.setattr(storage_module, "_sync_directory", real)
         Root(root.path).publish(save)
         rename = os.rename
-        monkeypatch.setattr(os, "rename", lambda one, two: (moved.append(one), rename(one, two)))
+
+        def noted(one: Path, two: Path) -> None:
+            moved.append(one)
+            rename(one, two)
+
+        monkeypatch.setattr(os, "rename", noted)
 
     monkeypatch.setattr(storage_module, "_sync_directory", first_hand_meanwhile)
     assert root.path / "step_30" == root.publish(save)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import zlib
 from pathlib import Path
@@ -214,33 +216,38 @@ def test_the_fragment_says_what_the_node_wrote(tmp_path: Path) -> None:
     assert ("node-a", "1-3", tuple(files)) == (fragment.node_id, fragment.save_id, fragment.files)
 
 
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+def descriptors(path: str) -> int:
+    """How many descriptors of this process refer to the file, removed or not."""
+    targets = []
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            targets.append(os.readlink(f"/proc/self/fd/{each}"))
+    return len([target for target in targets if target.removesuffix(" (deleted)") == path])
 
 
 def test_without_a_keeper_nothing_stays_mapped(tmp_path: Path) -> None:
     stage = Stage(tmp_path, [500], [b"x"])
-    before = descriptors()
+    before = descriptors(stage.path)
     stage.write()
     with pytest.raises(Rejected):
         stage.write(slot=0)
-    assert before == descriptors()
+    assert before == descriptors(stage.path)
 
 
 def test_kept_arenas_are_mapped_once_and_let_go_when_their_file_is_gone(tmp_path: Path) -> None:
     arenas = OpenArenas()
     stage = Stage(tmp_path / "one", [500], [])
-    before = descriptors()
+    before = descriptors(stage.path)
     stage.write(arenas=arenas)
     first = arenas.get(stage.path)
     stage.write(arenas=arenas)
     assert first is arenas.get(stage.path)
-    assert before + 1 == descriptors()
+    assert before + 1 == descriptors(stage.path)
 
     stage.arena.unlink()
     with pytest.raises(Rejected):
         stage.write(arenas=arenas)
-    assert before == descriptors()
+    assert before == descriptors(stage.path)
 
 
 def test_a_new_arena_under_an_old_name_is_mapped_anew(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from milepost.protocol import (
     Concluded,
     Join,
     Joined,
+    Keep,
     Left,
     NodeRef,
     Outcome,
@@ -603,9 +604,13 @@ class Node:
         self._remember_ended(False, (save.job, save.save_id))
         if coordination.outcome is None:
             return self._settle(save)
-        if coordination.outcome.outcome != "committed" or job.keep == type(job.keep)():
+        if coordination.outcome.outcome != "committed":
             return self._settle(save)
-        return [Retain(job=job.job, root=job.root, keep=job.keep)]
+        # A checkpoint that this one replaced is still under `.partial`.
+        discard = Discard(save=save, root=job.root)
+        if job.keep == Keep():
+            return [discard]
+        return [discard, Retain(job=job.job, root=job.root, keep=job.keep)]
 
     def _remember_ended(self, is_participation: bool, key: SaveKey) -> None:
         self._ended.append((is_participation, key))

@@ -1,0 +1,106 @@
+"""What the demonstration's trainers tell its launcher: one file a rank and attempt, a JSON object a
+line.
+
+A line is written by one system call when what it tells has happened, so that a killed trainer's
+file ends with the last thing it did. All times are of the monotonic clock, in seconds, which all
+processes of a host share.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+
+class Stepped(msgspec.Struct, frozen=True, tag="step"):
+    """A training step has ended; saving is not part of it."""
+
+    step: int
+    loss: float
+    """This rank's own, in nats a byte, before the step changed the weights."""
+    began_s: float
+    ended_s: float
+
+
+class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
+    """What the state was: digests by the key that torch gives each value in a checkpoint."""
+
+    step: int
+    digests: dict[str, str]
+    """Rank 0 has those of whole tensors and objects; each rank those of its own state."""
+    is_resumed: bool
+    """Read back after a load, not about to be saved."""
+
+
+class Called(msgspec.Struct, frozen=True, tag="called"):
+    """`save()` has returned."""
+
+    step: int
+    save_id: str
+    began_s: float
+    stall_s: float
+    state_s: float
+    """How long torch took to collect the state before: the same with any checkpointer."""
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """The save has ended, well or not."""
+
+    step: int
+    save_id: str
+    phase: str
+    at_s: float
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """The last step is done and its checkpoint committed."""
+
+    at_s: float
+
+
+Record = Stepped | Recorded | Called | Ended | Finished
+
+_decoder: Final = msgspec.json.Decoder(Record)
+
+
+def file_of(folder: Path, attempt: int, rank: int) -> Path:
+    """Return where a rank's records of one attempt are."""
+    return folder / f"attempt{attempt}-rank{rank}.jsonl"
+
+
+class Writer:
+    """Appends records; any thread may."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(self, record: Record) -> None:
+        os.write(self._file, msgspec.json.encode(record) + b"\n")
+
+
+class Reader:
+    """Follows a file of records while it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.records: list[Record] = []
+        """All that was read so far."""
+        self._path = path
+        self._at = 0
+
+    def refresh(self) -> list[Record]:
+        """Read what is new; return all records. A line that is not complete yet is left for later,
+        a file that is not there yet is empty.
+        """
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                content = file.read()
+        except FileNotFoundError:
+            return self.records
+        complete = content[: content.rfind(b"\n") + 1]
+        self._at += len(complete)
+        self.records += [_decoder.decode(line) for line in complete.splitlines()]
+        return self.records

@@ -1,0 +1,150 @@
+"""One rank of the demonstration's training run, as a training engineer would write it, and a
+witness beside it.
+
+`python -m milepost.demo.trainer ROOT RECORDS ATTEMPT STEPS EVERY`, with the environment that
+torchrun gives and `MILEPOST_RUN_DIR` of the node's daemon. Resumes from the newest checkpoint below
+ROOT if there is one. The witness writes what the state was at each save, and what it is after a
+resume, to RECORDS: whole tensors by digest, gathered by torch alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from milepost import Checkpointer, Save
+from milepost.demo.judge import digest, whole
+from milepost.demo.model import LanguageModel, Sampler, read_text
+from milepost.demo.records import Called, Ended, Finished, Recorded, Stepped, Writer, file_of
+
+BATCH: Final = 4
+"""Pieces of text a rank and step."""
+
+LEARNING_RATE: Final = 2e-3
+SEED: Final = 7
+
+
+class Trainer:
+    """The model, its optimizer and where they are in the text."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        torch.manual_seed(SEED)
+        self.model = LanguageModel()
+        mesh = init_device_mesh("cpu", (world,))
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE)
+        self.sampler = Sampler(read_text(), BATCH, SEED + rank)
+        self.step = 0
+        # From here on dropout draws, and on each rank something else.
+        torch.manual_seed(SEED + 1000 + rank)
+
+    def train_step(self) -> float:
+        """Do one step; return its loss."""
+        loss = self.model(*self.sampler.draw())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return float(loss.item())
+
+    def state(self) -> dict[str, Any]:
+        """Return what all ranks save together: views of the live tensors."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "progress": {"step": self.step}}
+
+    def own_state(self) -> dict[str, torch.Tensor]:
+        """Return what differs by rank."""
+        return {"rng": torch.get_rng_state(), "sampler": self.sampler.generator.get_state()}
+
+    def resume(self, ck: Checkpointer) -> None:
+        """Put back what the newest checkpoint holds."""
+        state = self.state()
+        report = ck.load(state)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self.step = state["progress"]["step"]
+        self.sampler.generator.set_state(report.per_rank["sampler"])
+        torch.set_rng_state(report.per_rank["rng"])
+
+
+def record(
+    state: dict[str, Any], own: dict[str, torch.Tensor], rank: int, step: int, is_resumed: bool
+) -> Recorded:
+    """Return the digests of a state. All ranks call it, since whole tensors are gathered."""
+    # torch's own function names the keys: what milepost calls them is what is to be judged.
+    gathered = {key: whole(value) for key, value in flatten_state_dict(state)[0].items()}
+    digests = {key: digest(value) for key, value in gathered.items()} if rank == 0 else {}
+    digests |= {f"per_rank/{rank}/{key}": digest(value) for key, value in own.items()}
+    return Recorded(step, digests, is_resumed)
+
+
+def train(root: Path, writer: Writer, steps: int, every: int) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    trainer = Trainer(rank, world)
+    with Checkpointer(root) as ck:
+        if ck.latest() is not None:
+            trainer.resume(ck)
+            writer.write(record(trainer.state(), trainer.own_state(), rank, trainer.step, True))
+        ck.prepare(trainer.state())
+        last = None
+        while trainer.step < steps:
+            began_s = time.monotonic()
+            loss = trainer.train_step()
+            writer.write(Stepped(trainer.step, loss, began_s, time.monotonic()))
+            if trainer.step % every == 0 or trainer.step == steps:
+                last = save(ck, trainer, writer, rank)
+        if last is not None:
+            last.wait()
+    writer.write(Finished(time.monotonic()))
+
+
+def save(ck: Checkpointer, trainer: Trainer, writer: Writer, rank: int) -> Save:
+    """Save without waiting for more than the copy; record what was saved, and when it ends."""
+    began_s = time.monotonic()
+    state, own = trainer.state(), trainer.own_state()
+    state_s = time.monotonic() - began_s
+    writer.write(record(state, own, rank, trainer.step, False))
+    # The witness keeps rank 0 longer than the others, which is not to count as milepost's time.
+    dist.barrier()
+    began_s = time.monotonic()
+    made = ck.save(trainer.step, state, per_rank=own)
+    stall_s = time.monotonic() - began_s
+    writer.write(Called(made.step, made.save_id, began_s, stall_s, state_s))
+    made.add_done_callback(
+        lambda ended: writer.write(
+            Ended(ended.step, ended.save_id, ended.phase, time.monotonic())
+        )
+    )
+    return made
+
+
+def main() -> None:
+    root, records = map(Path, sys.argv[1:3])
+    attempt, steps, every = map(int, sys.argv[3:6])
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    writer = Writer(file_of(records, attempt, int(os.environ["RANK"])))
+    train(root, writer, steps, every)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
