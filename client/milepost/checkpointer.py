@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
 import torch
 
-from milepost.connection import Connection, error_of, fetch_status
-from milepost.embedded import START_S, ensure_daemon
+from milepost.connection import error_of, fetch_status
 from milepost.errors import (
     LoadFailed,
     MilepostError,
@@ -46,31 +45,26 @@ from milepost.planning import (
 from milepost.protocol import (
     AbortWanted,
     Cause,
-    ClientMessage,
     Concluded,
     DaemonMessage,
     Join,
-    Joined,
     Keep,
     LayoutReady,
-    Leave,
-    Left,
     NodeRef,
     Offered,
     Progress,
-    Refused,
     SaveRef,
     Skipped,
     SlotFreed,
     Staged,
     Unable,
-    Welcome,
 )
 from milepost.rendezvous import Group, Introduction, Meeting, join_group, meet, tell_all
 from milepost.restore import LoadReport, load_checkpoint
 from milepost.retention import Policy
 from milepost.run_dir import default_run_dir
 from milepost.save import Checkpoint, Save
+from milepost.session import JOIN_S, Session
 from milepost.staging import Stager
 from milepost.state import (
     Items,
@@ -92,12 +86,6 @@ if TYPE_CHECKING:
     from milepost.arena import Slot
 
 log = logging.getLogger("milepost")
-
-JOIN_S: Final = 30.0
-"""How long a daemon that answered hello may take to give a rank its place."""
-
-LEAVE_S: Final = 10.0
-"""How long `close()` waits for the daemon's goodbye once nothing is pending."""
 
 LAYOUTS_MAX: Final = 8
 """Structures whose layouts are remembered: with and without optimizer state, say, in turn."""
@@ -215,15 +203,16 @@ class Checkpointer:
             )
 
         given = run_dir if run_dir is not None else os.environ.get("MILEPOST_RUN_DIR") or None
-        self._is_embedded = given is None
         self._run_dir = Path(given).absolute() if given is not None else default_run_dir(os.environ)
+        self._session = Session(
+            self._run_dir,
+            is_embedded=given is None,
+            on_message=self._heard,
+            on_gone=self._gone,
+        )
 
         self._changed = threading.Condition()
         """Guards all that both threads touch, from here to `_count`."""
-        self._connection: Connection | None = None
-        self._is_joined = False
-        self._has_left = False
-        self._refusal: Cause | None = None
         self._saves: dict[str, Save] = {}
         """Saves that have not ended."""
         self._held: dict[str, Slot] = {}
@@ -242,8 +231,7 @@ class Checkpointer:
         self._loads = 0
 
         name = _job_name(job, self.root)
-        welcome = self._connect()
-        self.node: NodeRef = welcome.node
+        self.node: NodeRef = self._session.open().node
         self._meeting: Meeting = meet(
             self._group,
             Introduction(self.node, str(self.root), name, str(torch.__version__)),
@@ -284,37 +272,9 @@ class Checkpointer:
 
     # --- the daemon
 
-    def _connect(self) -> Welcome:
-        """Start a daemon if it is ours to start, and say hello."""
-        if self._is_embedded:
-            ensure_daemon(self._run_dir)
-        connection = Connection(self._run_dir, self._heard, self._lost)
-        welcome = connection.open(START_S)
-        with self._changed:
-            self._connection = connection
-            self._is_joined = self._has_left = False
-            self._refusal = None
-        return welcome
-
     def _join(self) -> None:
-        """Make sure this rank has its place at a living daemon.
-
-        Raises Unavailable or Rejected.
-        """
-        with self._changed:
-            if self._connection is not None and self._is_joined:
-                return
-            connection = self._connection
-        if connection is None:
-            welcome = self._connect()
-            if welcome.node != self.node:
-                raise Unavailable(
-                    "daemon-lost",
-                    f"node {self.node.node_id} came back as {welcome.node.node_id} at "
-                    f"{welcome.node.address}, which the other nodes do not know",
-                    "make a new Checkpointer on every rank",
-                )
-        self._send(
+        """Make sure this rank has its place at a living daemon. Raises Unavailable or Rejected."""
+        self._session.ensure(
             Join(
                 job=self.job,
                 attempt=self.attempt,
@@ -326,33 +286,10 @@ class Checkpointer:
                 deadline_s=self._deadline_s,
             )
         )
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._is_joined or self._refusal is not None or self._connection is None,
-                JOIN_S,
-            )
-            if self._is_joined:
-                return
-            refusal = self._refusal
-        if refusal is not None:
-            raise error_of(refusal, Rejected)
-        raise Unavailable(
-            "daemon-lost", f"the daemon in {self._run_dir} did not give rank {self.rank} its place"
-        )
-
-    def _send(self, message: ClientMessage) -> None:
-        with self._changed:
-            connection = self._connection
-        if connection is not None:
-            connection.send(message)
 
     def _heard(self, message: DaemonMessage) -> None:
         """Take a message; on the connection's thread."""
         match message:
-            case Joined():
-                with self._changed:
-                    self._is_joined = True
-                    self._changed.notify_all()
             case LayoutReady():
                 with self._changed:
                     self._layouts_ready[message.save_id] = message
@@ -366,30 +303,20 @@ class Checkpointer:
                 self._concluded(message)
             case SlotFreed():
                 self._free_slot(message.save_id)
-            case Left():
-                with self._changed:
-                    self._has_left = True
-                    self._changed.notify_all()
-            case Refused():
-                with self._changed:
-                    self._refusal = message.cause
-                    self._changed.notify_all()
             case _:
                 pass
 
-    def _lost(self, cause: Cause) -> None:
-        """End what waits for a daemon that is gone; on the connection's thread."""
+    def _gone(self, cause: Cause) -> None:
+        """End what waits for a daemon that does not come back; on the session's thread."""
         with self._changed:
-            self._connection = None
-            self._is_joined = False
             pending = list(self._saves)
-            self._changed.notify_all()
         placed = Cause(cause.code, cause.message, cause.hint, self.node.node_id, self.rank)
         for save_id in pending:
             self._end(save_id, "failed", placed)
             self._free_slot(save_id)
 
     def _concluded(self, message: Concluded) -> None:
+        self._session.settle(message.save_id)
         if not message.layout_valid:
             with self._changed:
                 self._plans.clear()
@@ -479,6 +406,7 @@ class Checkpointer:
             self._give_up(ref, error)
             raise
         finally:
+            self._session.settle(ref.save_id)
             with self._changed:
                 self._saves.pop(ref.save_id, None)
                 self._failures = [each for each in self._failures if each is not save]
@@ -511,7 +439,7 @@ class Checkpointer:
         self._check_repeated(name)
         self._finish_preparing()
         ref = self._next_ref(step, name)
-        save = Save(step, ref.save_id, lambda: self._send(AbortWanted(save=ref)))
+        save = Save(step, ref.save_id, lambda: self._session.send(AbortWanted(save=ref)))
         with self._changed:
             self._saves[ref.save_id] = save
         self._saved[name] = save
@@ -599,19 +527,13 @@ class Checkpointer:
     def _take_turn(self, ref: SaveRef, save: Save) -> bool:
         """Wait until fewer saves than slots are under way, or skip; False: this save has ended."""
         with self._changed:
-            if len(self._held) >= self._slots and self._on_busy == "skip":
-                busy = ", ".join(
-                    f"step {held.step} is {held.phase}"
-                    for held in (self._saves.get(save_id) for save_id in self._held)
-                    if held is not None
-                )
-                self._send_locked(
-                    Skipped(
-                        save=ref,
-                        reason=f"rank {self.rank} has all {self._slots} slots in use: {busy}",
-                    )
-                )
-                return False
+            held = [self._saves.get(save_id) for save_id in self._held]
+        if len(held) >= self._slots and self._on_busy == "skip":
+            busy = ", ".join(f"step {each.step} is {each.phase}" for each in held if each)
+            reason = f"rank {self.rank} has all {self._slots} slots in use: {busy}"
+            self._session.say(Skipped(save=ref, reason=reason))
+            return False
+        with self._changed:
             has_room = self._changed.wait_for(
                 lambda: len(self._held) < self._slots or save.done(), self._deadline_s
             )
@@ -625,10 +547,6 @@ class Checkpointer:
                 "save less often, or see `milepost status`",
             )
         return True
-
-    def _send_locked(self, message: ClientMessage) -> None:
-        if self._connection is not None:
-            self._connection.send(message)
 
     def _stage(self, ref: SaveRef, save: Save, content: _Content) -> None:
         """Copy the state into a slot and tell the daemon."""
@@ -652,7 +570,7 @@ class Checkpointer:
                 return
             self._held[ref.save_id] = staged.slot
         save.advance("staged")
-        self._send(
+        self._session.say(
             Staged(
                 save=ref,
                 layout_id=staged.record.layout_id,
@@ -679,7 +597,9 @@ class Checkpointer:
             )
         else:
             offer = make_final_offer(content.final, Resolved(items, objects or {}))
-        self._send(Offered(save=ref, fingerprint=content.structure, offer=encode_offer(offer)))
+        self._session.say(
+            Offered(save=ref, fingerprint=content.structure, offer=encode_offer(offer))
+        )
         with self._changed:
             self._changed.wait_for(
                 lambda: ref.save_id in self._layouts_ready or save.done(), self._deadline_s + JOIN_S
@@ -706,7 +626,7 @@ class Checkpointer:
         everywhere.
         """
         cause = Cause(error.code, error.message, error.hint, self.node.node_id, self.rank)
-        self._send(Unable(save=ref, cause=cause))
+        self._session.say(Unable(save=ref, cause=cause))
         self._end(ref.save_id, "failed", cause)
 
     # --- what is there
@@ -817,16 +737,9 @@ class Checkpointer:
         except TimeoutError as error:
             is_quiet = False
             log.warning("closing while a save runs, which the daemon finishes: %s", error)
-        with self._changed:
-            connection, is_joined = self._connection, self._is_joined
-        if connection is not None:
-            if is_joined and is_quiet:
-                connection.send(Leave())
-                with self._changed:
-                    self._changed.wait_for(
-                        lambda: self._has_left or self._connection is None, LEAVE_S
-                    )
-            connection.close()
+        if is_quiet:
+            self._session.leave()
+        self._session.close()
         self._stager.close(unlink=is_quiet)
         self._raise_failures()
 
