@@ -226,6 +226,8 @@ class Checkpointer:
         self._count = 0
         self._saved: dict[str, Save | None] = {}
         """Directory names this attempt has saved under, or resumed from (None)."""
+        self._step_last = -1
+        """Greatest step this attempt has saved."""
         self._is_closed = False
         self._preparing: threading.Thread | None = None
         self._loads = 0
@@ -443,6 +445,7 @@ class Checkpointer:
         with self._changed:
             self._saves[ref.save_id] = save
         self._saved[name] = save
+        self._step_last = max(self._step_last, step)
         try:
             content = self._collect(ref, state, per_rank)
             self._join()
@@ -682,13 +685,22 @@ class Checkpointer:
                 raise UsageError(
                     "not-found", f"{self.root} does not hold {what}; steps there: {there}"
                 )
-            return json.dumps([chosen, entries[chosen].name]).encode()
+            attempt = self.attempt
+            if self._step_last > chosen:
+                # What this attempt saved beyond is history from now on: a new branch begins.
+                attempt = Root(self.root).claim_attempt(self.job)
+            return json.dumps([chosen, entries[chosen].name, attempt]).encode()
 
         try:
             told = tell_all(self._group, f"load/{self._loads}", choose, self._deadline_s)
         except UsageError as error:
             raise LoadFailed(error.code, error.message, error.hint) from None
-        chosen, name = json.loads(told)
+        chosen, name, attempt = json.loads(told)
+        if attempt != self.attempt:
+            self.attempt = attempt
+            self._saved.clear()
+            self._step_last = -1
+            self._session.vacate()
         report = load_checkpoint(
             self.root / name,
             chosen,

@@ -9,6 +9,7 @@ and never blocks. ZeroMQ sockets never leave the thread.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import threading
@@ -271,7 +272,8 @@ def fetch_status(run_dir: Path, timeout_s: float) -> dict[str, Any]:
         answer = decode_daemon(dealer.recv())
         if not isinstance(answer, StatusIs):
             raise ProtocolError("protocol", f"the daemon answered {type(answer).__name__}")
-        return answer.status
+        status: dict[str, Any] = json.loads(answer.status_json)
+        return status
     finally:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.close()

@@ -259,7 +259,7 @@ class Left(Message, frozen=True):
 class StatusIs(Message, frozen=True):
     """The node's status, as the JSON that `GET /status` serves."""
 
-    status: dict[str, Any]
+    status_json: str
 
 
 # --- daemon to daemon

@@ -147,6 +147,11 @@ class Session:
                 )  # fmt: skip
         self._take_place(join)
 
+    def vacate(self) -> None:
+        """Have the next `ensure` ask for a place anew: the rank goes on as another attempt."""
+        with self._changed:
+            self._is_joined = False
+
     def _take_place(self, join: Join) -> None:
         """Ask for the rank's place and wait for the answer."""
         with self._changed:

@@ -490,6 +490,20 @@ class Root:
                 raise
             _sync_directory(self.path)
 
+    def advance_latest(self, save: SaveRef) -> bool:
+        """Let `latest` point at the published save, unless it points at a newer one; say which.
+
+        Newer by (attempt, step): a save that was slower than its successor must not move it back.
+        """
+        name = self.latest_target()
+        if name is not None and name != save.name:
+            with _reported("read", self.path / name):
+                there = _heading(self.path / name)
+            if _order(there.save_id, there.step) > _order(save.save_id, save.step):
+                return False
+        self.move_latest(save.name)
+        return True
+
     def give_up(self, save: SaveRef) -> str:
         """End the save unless it was published, and say which it was: safe to repeat, and from any
         node.
@@ -569,16 +583,21 @@ class Root:
         """Return the name of the checkpoint `latest` points at, else of the newest there is, else
         None.
         """
+        return self.latest_target() or next((each.name for each in self.checkpoints()), None)
+
+    def latest_target(self) -> str | None:
+        """Return the name of the checkpoint `latest` points at; None if there is no such link, or
+        no such checkpoint.
+        """
         with _reported("read", self.path / LATEST_NAME):
             try:
                 name = os.readlink(self.path / LATEST_NAME)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.EINVAL):
                     raise
-            else:
-                if "/" not in name and (self.path / name / METADATA_NAME).exists():
-                    return name
-        return next((each.name for each in self.checkpoints()), None)
+                return None
+            is_there = "/" not in name and (self.path / name / METADATA_NAME).exists()
+            return name if is_there else None
 
     def remove_checkpoint(self, name: str) -> None:
         """Delete a checkpoint: it loses its name first, so that a crash leaves no half of one.

@@ -17,13 +17,14 @@ import logging
 import os
 import struct
 import sys
+from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import msgpack
 import msgspec
 
-from milepost.errors import ProtocolError
+from milepost.errors import MilepostError, ProtocolError, Unavailable
 from milepost.protocol import Cause, RankLayout, RankReport, SaveRef, WrittenFile
 
 if TYPE_CHECKING:
@@ -43,6 +44,13 @@ FILE_WAIT_S: Final = 2.0
 cache what they know of a directory, but not for ever."""
 
 _FILE_RETRY_S: Final = 0.1
+
+ANSWER_S_MAX: Final = 600.0
+"""A child that has not answered for so long, the default deadline of a save, is stuck (stopped, or
+in a file system that does not answer); it is ended, so that the next save finds another one."""
+
+_EXIT_S: Final = 2.0
+"""How long its exit status is waited for after its answers have ended."""
 
 _STOP_S: Final = 5.0
 """How long the child may take to end by itself once its stdin is closed."""
@@ -166,24 +174,41 @@ class _Child:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass
+            # The end of its answers is the end of the process, but for a moment.
+            self.is_gone = True
+            reason = await self._end()
         except ProtocolError as error:
             reason = error.message
         finally:
             self.is_gone = True
-            if reason and self.process.returncode is None:
-                self.process.kill()
-            await self._conclude(reason)
+            self.kill()
+            self._conclude(reason)
 
-    async def _conclude(self, reason: str) -> None:
+    async def _end(self) -> str:
+        """Return how the process ended, in words. It is not waited for longer than it takes to die.
+
+        (Up to Python 3.11.9 `wait()` also waits for pipes that somebody else may hold open.)
+        """
+        try:
+            status = await asyncio.wait_for(self.process.wait(), _EXIT_S)
+        except TimeoutError:
+            return "it closed its answers"
+        return f"signal {-status}" if status < 0 else f"exit status {status}"
+
+    def kill(self) -> None:
+        """End the process, if it has not ended."""
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                self.process.kill()
+
+    def _conclude(self, reason: str) -> None:
         """Answer all that is pending: nobody else will."""
-        status = await self.process.wait()
-        how = reason or (f"signal {-status}" if status < 0 else f"exit status {status}")
         if self.pending:
-            log.warning("planner.lost", extra={"fields": {"pid": self.process.pid, "reason": how}})
+            fields = {"pid": self.process.pid, "reason": reason}
+            log.warning("planner.lost", extra={"fields": fields})
         cause = Cause(
             "plan-failed",
-            f"the planner's process (pid {self.process.pid}) ended while it was at work: {how}",
+            f"the planner's process (pid {self.process.pid}) ended while it was at work: {reason}",
             "the next save starts it again; if it was killed for memory, give the node more",
         )
         for call, waiting in self.pending.items():
@@ -234,7 +259,7 @@ class Planner:
         try:
             await asyncio.wait_for(asyncio.shield(child.reader), _STOP_S)
         except TimeoutError:
-            child.process.kill()
+            child.kill()
             await child.reader
 
     async def warm(self) -> None:
@@ -296,6 +321,8 @@ class Planner:
 
     async def _running(self) -> _Child:
         async with self._starting:
+            if self._is_stopped:
+                raise Unavailable("plan-failed", "it is stopped, since the daemon is ending")
             if self._child is None or self._child.is_gone:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
@@ -314,14 +341,12 @@ class Planner:
             return self._child
 
     async def _ask(self, request: AnyRequest) -> AnyAnswer:
-        if self._is_stopped:
-            cause = Cause("plan-failed", "the planner is stopped: the daemon is ending")
-            return Failed(call=request.call, cause=cause)
         try:
             frame = encode_frame(request)
             child = await self._running()
-        except (OSError, ProtocolError) as error:
-            cause = Cause("plan-failed", f"the planner's process cannot be asked: {error}")
+        except (OSError, MilepostError) as error:
+            text = error.message if isinstance(error, MilepostError) else str(error)
+            cause = Cause("plan-failed", f"the planner's process cannot be asked: {text}")
             return Failed(call=request.call, cause=cause)
         waiting: asyncio.Future[AnyAnswer] = asyncio.get_running_loop().create_future()
         child.pending[request.call] = waiting
@@ -331,7 +356,14 @@ class Planner:
         # reader answers.
         child.process.stdin.write(frame)
         try:
-            return await waiting
+            async with asyncio.timeout(ANSWER_S_MAX):
+                return await waiting
+        except TimeoutError:
+            # Not only killed: what hangs in the kernel does not die, and is not to be asked again.
+            child.is_gone = True
+            child.kill()
+            text = f"the planner's process did not answer within {ANSWER_S_MAX:g} s and was ended"
+            return Failed(call=request.call, cause=Cause("plan-failed", text))
         finally:
             child.pending.pop(request.call, None)
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 
 import msgpack
 import msgspec
+from isal import isal_zlib
 
 from milepost.errors import MilepostError, ProtocolError
 from milepost.format import manifest
@@ -328,10 +329,11 @@ class Composer:
             save.save_id,
             str(root.path / save.name),
         )
-        parts = {
-            manifest.MANIFEST_NAME: manifest.encode(_manifest(request, composition, files)),
-            METADATA_NAME: pickle_metadata(index),
-        }
+        pickled = pickle_metadata(index)
+        described = msgspec.structs.replace(
+            _manifest(request, composition, files), index_crc=isal_zlib.crc32(pickled)
+        )
+        parts = {manifest.MANIFEST_NAME: manifest.encode(described), METADATA_NAME: pickled}
         for name, data in parts.items():
             root.write_file(directory / name, data)
         total = sum(file.file_bytes for file in files.values()) + sum(map(len, parts.values()))

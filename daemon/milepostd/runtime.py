@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import signal
@@ -210,7 +211,7 @@ class Runtime:
         self.transport = Transport(settings.run_dir, self.identity, self.incarnation)
         self.counters = Counters()
         self.faults = FaultPoints(parse_faults(settings.faults) if settings.faults else ())
-        self.planner = Planner(settings.run_dir / "plans")
+        self.planner = Planner(settings.run_dir / "plans", nice=0)
         self.started_at_s = time.monotonic()
         self.http_url = ""
         self.events: asyncio.Queue[AnyEvent] = asyncio.Queue()
@@ -385,7 +386,7 @@ class Runtime:
             session.heard_at_s = time.monotonic()
         match message:
             case StatusWanted():
-                self.transport.reply(route, StatusIs(status=self.status()))
+                self.transport.reply(route, StatusIs(status_json=json.dumps(self.status())))
             case Hello():
                 self._hello(route, message)
             case _ if session is None:
@@ -662,8 +663,7 @@ class Runtime:
             return PublishFailed(save=save, cause=cause_of(error, node=self.node_ref.node_id))
         try:
             await self.faults.at("after-publish", _key(save))
-            if command.is_latest:
-                await self._in_files(partial(root.move_latest, save.name))
+            await self._in_files(partial(root.advance_latest, save))
             await self.faults.at("before-committed", _key(save))
         except Exception as error:  # the rename has happened: it is a checkpoint
             cause = cause_of(error, node=self.node_ref.node_id)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +78,6 @@ def load_and_compare(rank: int, world: int, path: str, seed: int) -> bool:
     assert torch.equal(torch.arange(seed), state["extra"]["list"][0])
     assert state["extra"]["list"][1] == {"x": 1.5}
     return True
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder with a short path: a socket's must fit into 107 bytes."""
-    made = Path(tempfile.mkdtemp(prefix="mp-"))
-    yield made
-    shutil.rmtree(made, ignore_errors=True)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

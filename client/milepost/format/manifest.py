@@ -68,6 +68,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     lengths: tuple[int, ...] = ()
     crcs: tuple[int, ...] = ()
     """CRC-32 over the blob's whole container."""
+    index_crc: int = -1
+    """CRC-32 of `.metadata`; -1: not recorded."""
 
 
 def encode(value: Fragment | Manifest) -> bytes:

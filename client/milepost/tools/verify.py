@@ -147,6 +147,7 @@ def _plan(checkpoint: Path) -> _Plan:
         ]
     if manifest is None:
         return _plan_containers(metadata, damages)
+    damages += _index_damage(checkpoint, manifest)
     columns = (manifest.files_of, manifest.offsets, manifest.lengths, manifest.crcs)
     if (
         any(len(column) != len(manifest.keys) for column in columns)
@@ -181,6 +182,20 @@ def _read_index(
         text = "missing" if error.code == "not-found" else error.message
         damages.append(Damage(file=METADATA_NAME, key="", text=text))
     return None
+
+
+def _index_damage(checkpoint: Path, manifest: Manifest) -> list[Damage]:
+    """Compare the index's bytes with the manifest, which knows them since format 1."""
+    if manifest.index_crc < 0:
+        return []
+    try:
+        found = isal_zlib.crc32((checkpoint / METADATA_NAME).read_bytes())
+    except OSError:
+        return []  # Whoever tried to read it as an index has said so.
+    if found == manifest.index_crc:
+        return []
+    text = f"its checksum is {found:08x}, the manifest has {manifest.index_crc:08x}"
+    return [Damage(file=METADATA_NAME, key="", text=text)]
 
 
 def _are_inside(names: Iterable[str]) -> bool:
