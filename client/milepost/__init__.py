@@ -1,13 +1,16 @@
 """milepost: checkpoints for PyTorch training that cost the trainer next to nothing.
 
 ```python
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
 from milepost import Checkpointer
 
 with Checkpointer("/shared/run-7/checkpoints") as ck:
     for step, batch in enumerate(batches):
         train(batch)
         if step % 100 == 0:
-            ck.save(step, {"model": model, "optimizer": optimizer})
+            weights, moments = get_state_dict(model, optimizer)
+            ck.save(step, {"model": weights, "optimizer": moments})
 ```
 
 Names are loaded on first use, so that the daemon, the command line and tests of the protocol can

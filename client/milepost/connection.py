@@ -62,6 +62,8 @@ def error_of(cause: Cause, kind: type[MilepostError]) -> MilepostError:
     where = [f"node {cause.node}"] if cause.node else []
     where += [f"rank {cause.rank}"] if cause.rank >= 0 else []
     text = f"{cause.message} ({', '.join(where)})" if where else cause.message
+    if where and cause.message.endswith(text[len(cause.message) :]):
+        text = cause.message  # It has come from there as an error before, and says so already.
     return kind(cause.code, text, cause.hint)
 
 

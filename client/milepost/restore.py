@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     _EmptyStateDictLoadPlanner,
@@ -91,7 +92,7 @@ def load_checkpoint(
             per_rank = _load_per_rank(checkpoint, metadata, rank)
         except MilepostError:
             raise
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise LoadFailed(
                 "load-failed",
                 f"{checkpoint} cannot be loaded: {_first_line(error)}",
@@ -150,7 +151,7 @@ class _ExactKeys(_EmptyStateDictLoadPlanner):
         return key in self.keys
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     """Return what torch's error says, without the tracebacks it carries along."""
     failures = getattr(error, "failures", None)
     if failures:

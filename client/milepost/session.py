@@ -50,6 +50,9 @@ a supervisor's back-off some more. The save then fails and training goes on."""
 RESTORE_S: Final = 60.0
 """How long a lost daemon is looked for before the saves that wait for it end as failed."""
 
+ANSWER_S: Final = 2.0
+"""How long one hello is waited for before it is said to whoever is there then."""
+
 RETRY_S: Final = 0.2
 """Pause between attempts to reach a daemon that is away."""
 
@@ -100,10 +103,7 @@ class Session:
 
         Raises Unavailable or Rejected.
         """
-        if self._is_embedded:
-            ensure_daemon(self.run_dir)
-        connection = Connection(self.run_dir, self._heard, self._lost)
-        welcome = connection.open(START_S)
+        connection, welcome = self._say_hello()
         before = self._welcome
         if before is not None and welcome.node != before.node:
             connection.close()
@@ -118,6 +118,20 @@ class Session:
             self._is_joined = self._has_left = False
             self._refusal = None
         return welcome
+
+    def _say_hello(self) -> tuple[Connection, Welcome]:
+        until_s = time.monotonic() + START_S
+        while True:
+            if self._is_embedded:
+                ensure_daemon(self.run_dir)
+            connection = Connection(self.run_dir, self._heard, self._lost)
+            try:
+                return connection, connection.open(ANSWER_S)
+            except Unavailable:
+                # An embedded daemon may have been at its end when it was found running.
+                if time.monotonic() > until_s or self._is_closed:
+                    raise
+                log.info("waiting for the daemon in %s", self.run_dir)
 
     def ensure(self, join: Join, timeout_s: float = MISSING_S) -> None:
         """Return once the rank has its place at a living daemon.

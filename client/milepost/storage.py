@@ -529,6 +529,23 @@ class Root:
                 self._remove(aborted)
             return self._where(save)
 
+    def forestall(self, save: SaveRef) -> str:
+        """Give the save up for the one who alone publishes: what was never begun is "aborted", too.
+
+        A late node finds the given-up directory and does not begin. Returns as `give_up` does.
+        """
+        found = self.give_up(save)
+        if found != "unknown":
+            return found
+        aborted = self._aborted_dir(save)
+        with _reported("give up", aborted):
+            try:
+                aborted.mkdir(exist_ok=True)
+            except FileNotFoundError:
+                return "aborted"  # The root itself is gone, and with it every way to publish.
+        # A node that made the directory before it could see ours is caught by the second rename.
+        return self.give_up(save)
+
     def discard(self, save: SaveRef) -> None:
         """Delete what the ended save left under `.partial`: its given-up files, and the checkpoint
         it replaced.

@@ -18,7 +18,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -139,18 +139,21 @@ def run(settings: Settings) -> int:
     if run_dir.stat().st_uid != os.getuid():
         raise UsageError("usage", f"run directory {run_dir} belongs to another user")
     run_dir.chmod(0o700)
-    with _exclusive(run_dir):
+    with _exclusive(run_dir) as release:
         from milepostd.logs import setup
 
         setup(settings.log_format, settings.log_level)
         if settings.nice:
             os.nice(settings.nice)
-        return asyncio.run(Runtime(settings).main())
+        return asyncio.run(Runtime(settings, release).main())
 
 
 @contextlib.contextmanager
-def _exclusive(run_dir: Path) -> Any:
-    """Hold the run directory's lock: one daemon a node. The kernel frees it with the process."""
+def _exclusive(run_dir: Path) -> Iterator[Callable[[], None]]:
+    """Hold the run directory's lock: one daemon a node. The kernel frees it with the process.
+
+    Yields what frees it earlier.
+    """
     path = run_dir / "lock"
     with path.open("a+") as lock:
         try:
@@ -166,7 +169,7 @@ def _exclusive(run_dir: Path) -> Any:
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
-        yield
+        yield lambda: fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 class Session(msgspec.Struct):
@@ -204,8 +207,10 @@ def cause_of(error: BaseException, *, node: str, rank: int = -1) -> Cause:
 class Runtime:
     """One daemon's loop and its executors."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, release: Callable[[], None]) -> None:
         self.settings = settings
+        self.release = release
+        """Gives the run directory free for the next daemon."""
         self.incarnation = os.urandom(6).hex()
         self.identity = load_identity(settings.run_dir)
         self.transport = Transport(settings.run_dir, self.identity, self.incarnation)
@@ -279,8 +284,10 @@ class Runtime:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         for session in self.sessions.values():
             self._forget_pidfd(session)
-        await self.planner.stop()
+        # The socket goes first: a trainer that comes now must not wait for an answer of ours.
         self.transport.close()
+        self.release()
+        await self.planner.stop()
         self.writers.shutdown(wait=False, cancel_futures=True)
         self.files.shutdown(wait=False, cancel_futures=True)
         self.arenas.close()
@@ -673,27 +680,20 @@ class Runtime:
 
     async def _give_up(self, command: GiveUp) -> AnyEvent:
         save, root = command.save, Root(command.root)
+        look = root.forestall if command.is_coordinator else root.give_up
         try:
-            found = await self._in_files(partial(root.give_up, save))
+            found = await self._in_files(partial(look, save))
         except Exception as error:  # every failure becomes the command's one event
             cause = cause_of(error, node=self.node_ref.node_id)
             emit("error", "save.unresolved", job=save.job, save=save.save_id, step=save.step,
                  code=cause.code, cause=cause.message)  # fmt: skip
             found = "unknown"
-        if found == "unknown" and command.is_coordinator and not root.save_dir(save).exists():
-            # Nobody else publishes, and this node has not: what was never made cannot become one.
-            published = root.path / save.name
-            found = (
-                "unknown"
-                if (published / ".metadata").exists() and not save.overwrite
-                else "aborted"
-            )
         return OutcomeFound(save=save, outcome=found, path=str(root.path / save.name))
 
     async def _discard(self, command: Discard) -> AnyEvent:
         self.fragments.pop((command.save.job, command.save.save_id), None)
         try:
-            await self._in_files(partial(Root(command.root).discard, command.save))
+            await self._in_files(partial(_discard, Root(command.root), command.save))
         except Exception as error:  # leftovers are worth no more than a line
             cause = cause_of(error, node=self.node_ref.node_id)
             emit("warning", "save.undiscarded", job=command.save.job, save=command.save.save_id,
@@ -746,6 +746,12 @@ def _is_process(hello: Hello) -> bool:
         )
     except psutil.Error:
         return False
+
+
+def _discard(root: Root, save: SaveRef) -> None:
+    """Delete what a save left, also what a late writer of this node has made since it ended."""
+    root.give_up(save)
+    root.discard(save)
 
 
 def _retain(root: Root, command: Retain) -> tuple[str, ...]:
