@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 
 from milepost.errors import CODES
 from milepost.protocol import ClientMessage, DaemonMessage, PeerMessage
-from milepostd.core.save import Phase
+from milepostd.core.phases import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -28,6 +28,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import psutil
 
+from milepost.arena import find_arenas
 from milepost.errors import MilepostError, UsageError
 from milepost.format.manifest import FragmentFile
 from milepost.protocol import (
@@ -63,8 +64,10 @@ from milepostd.core.commands import (
     BuildIndex,
     ClearTimer,
     Discard,
+    ForgetJournal,
     GiveUp,
     Halt,
+    KeepJournal,
     Log,
     MakePlan,
     MeetPeers,
@@ -74,6 +77,7 @@ from milepostd.core.commands import (
     Retain,
     Send,
     SetTimer,
+    SweepArenas,
     WarmPlanner,
     WriteFragment,
     WriteImage,
@@ -88,6 +92,7 @@ from milepostd.core.events import (
     FragmentFailed,
     IndexBuilt,
     IndexFailed,
+    JobRecalled,
     OutcomeFound,
     PeerSaid,
     PlanFailed,
@@ -108,6 +113,7 @@ from milepostd.core.node import Node, NodeSettings
 from milepostd.core.status import status_of
 from milepostd.faults import FaultPoints, parse_faults
 from milepostd.http import bind_as_set, make_app, serve, url_of
+from milepostd.journal import Journal, find_staged
 from milepostd.logs import emit
 from milepostd.metrics import Counters, make_exposition
 from milepostd.planner import Planner
@@ -120,6 +126,9 @@ T = TypeVar("T")
 FILE_THREADS: Final = 4
 """Threads for fragments, renames and deletions, apart from the image writers, so that one hung
 write cannot keep a save of another root from being published."""
+
+SWEEP_S: Final = 10.0
+"""How long the end waits for shared memory to be freed."""
 
 LIVENESS_S: Final = 1.0
 """How often trainers without a pidfd are looked at."""
@@ -217,6 +226,7 @@ class Runtime:
         self.counters = Counters()
         self.faults = FaultPoints(parse_faults(settings.faults) if settings.faults else ())
         self.planner = Planner(settings.run_dir / "plans", nice=0)
+        self.journal = Journal(settings.run_dir)
         self.started_at_s = time.monotonic()
         self.http_url = ""
         self.events: asyncio.Queue[AnyEvent] = asyncio.Queue()
@@ -226,6 +236,8 @@ class Runtime:
         self.arenas = OpenArenas()
         self.fragments: dict[tuple[str, str], dict[int, FragmentFile]] = {}
         self.tasks: set[asyncio.Task[None]] = set()
+        self.sweeps: set[asyncio.Task[None]] = set()
+        """Those of `tasks` that free shared memory."""
         self.halted: asyncio.Future[str] | None = None
         self.last_turn_s = time.monotonic()
         self.last_session = 0
@@ -271,6 +283,7 @@ class Runtime:
              address=self.node_ref.address, run_dir=str(self.settings.run_dir))  # fmt: skip
         self.service.ready("accepting saves")
         self._post(Started())
+        self._recall()
         try:
             reason = await self.halted
         finally:
@@ -279,6 +292,9 @@ class Runtime:
         return 0
 
     async def _close(self) -> None:
+        if self.sweeps:
+            # What was to be freed is freed; it is only unlinking, which takes a moment a GiB.
+            await asyncio.wait(self.sweeps, timeout=SWEEP_S)
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
@@ -292,9 +308,14 @@ class Runtime:
         self.files.shutdown(wait=False, cancel_futures=True)
         self.arenas.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(
+        self, work: Coroutine[Any, Any, None], also: set[asyncio.Task[None]] | None = None
+    ) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self.tasks.add(task)
+        if also is not None:
+            also.add(task)
+            task.add_done_callback(also.discard)
         task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
@@ -482,7 +503,21 @@ class Runtime:
         self._forget_pidfd(session)
         self.sessions.pop(session.route, None)
         self.by_number.pop(session.number, None)
-        self._post(SessionLost(session=session.number, reason=reason))
+        self._spawn(self._tell_lost(session.number, reason))
+
+    async def _tell_lost(self, number: int, reason: str) -> None:
+        """Tell the core, with what the trainer had staged and may not have said."""
+        place = self.node.sessions.get(number)
+        staged: list[tuple[int, Staged]] = []
+        if place is not None:
+            try:
+                staged = await self._in_files(
+                    partial(find_staged, place.job.job, place.job.attempt, [place.rank])
+                )
+            except OSError as error:
+                emit("warning", "arena.unreadable", cause=str(error))
+        words = tuple(word for _, word in staged)
+        self._post(SessionLost(session=number, reason=reason, staged=words))
 
     async def _peer_said(self, envelope: PeerEnvelope) -> None:
         self.counters.message(type(envelope.message).__name__, "in")
@@ -510,8 +545,14 @@ class Runtime:
                     self.halted.set_result(command.reason)
             case WarmPlanner():
                 self._spawn(self._warm_planner())
+            case KeepJournal():
+                self._keep_journal(command)
+            case ForgetJournal():
+                self.journal.forget(command.job)
+            case SweepArenas():
+                self._spawn(self._sweep_arenas(command), self.sweeps)
             case RemoveArenas():
-                self._spawn(self._remove_arenas(command))
+                self._spawn(self._remove_arenas(command), self.sweeps)
             case WriteImage():
                 self._spawn(self._complete(self._write_image, command))
             case WriteFragment():
@@ -717,6 +758,40 @@ class Runtime:
             await self.planner.warm()
         except OSError as error:  # the first plan tries again, and tells
             emit("warning", "planner.cold", cause=str(error))
+
+    def _keep_journal(self, command: KeepJournal) -> None:
+        """On the loop, since nothing of the job may be written before; a file of a few KiB."""
+        try:
+            self.journal.keep(command.message)
+        except OSError as error:
+            # Saves work without it; a daemon that is killed then cannot finish for dead trainers.
+            emit("warning", "journal.unkept", job=command.message.job, cause=str(error))
+
+    async def _sweep_arenas(self, command: SweepArenas) -> None:
+        def old() -> tuple[str, ...]:
+            return tuple(
+                str(file.path)
+                for file in find_arenas(command.job)
+                if file.attempt < command.below_attempt and file.rank in command.ranks
+            )
+
+        await self._remove_arenas(RemoveArenas(paths=await self._in_files(old)))
+
+    def _recall(self) -> None:
+        """Tell the core what an earlier life of this daemon has left."""
+        for join in self.journal.recall():
+            ranks = [
+                rank
+                for rank, index in enumerate(join.node_of_rank)
+                if join.cohort[index].node_id == self.identity.node_id
+            ]
+            arenas = tuple(
+                (file.rank, str(file.path))
+                for file in find_arenas(join.job)
+                if file.attempt == join.attempt and file.rank in ranks
+            )
+            staged = tuple(find_staged(join.job, join.attempt, ranks))
+            self._post(JobRecalled(message=join, staged=staged, arenas=arenas))
 
     async def _remove_arenas(self, command: RemoveArenas) -> None:
         for path in command.paths:

@@ -153,7 +153,13 @@ def run_ranks(
     ranks = []
     for number, node in enumerate(nodes_of_ranks):
         receiver, sender = _context.Pipe(duplex=False)
-        variables = {"RANK": str(number), "WORLD_SIZE": str(world), **(environment or {})}
+        # The fork server keeps the environment of its own start; a rank gets today's.
+        variables = {
+            **os.environ,
+            "RANK": str(number),
+            "WORLD_SIZE": str(world),
+            **(environment or {}),
+        }
         if node is not None:
             variables["MILEPOST_RUN_DIR"] = str(node.run_dir)
         process = _context.Process(
@@ -242,6 +248,7 @@ def _rank_main(
 ) -> None:
     import torch.distributed as dist
 
+    os.environ.clear()
     os.environ.update(variables)
     try:
         _set_up(rank.rank, rank.world, rendezvous)

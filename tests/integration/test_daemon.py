@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,20 @@ import pytest
 from tests.integration.cluster import (
     Rank,
     await_answer,
+    judge,
     nodes,
     run_ranks,
     start_node,
 )
+
+
+@pytest.fixture
+def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A place for arenas of this test only, on a memory file system."""
+    made = Path(tempfile.mkdtemp(prefix="mp-test-", dir="/dev/shm"))
+    monkeypatch.setenv("MILEPOST_SHM_DIR", str(made))
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
 
 
 @pytest.fixture
@@ -32,8 +44,12 @@ def embedded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "milepost"
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    return {"XDG_RUNTIME_DIR": str(folder), "MILEPOSTD_LINGER_S": "0.5"}
+def _environment(folder: Path, shm: Path) -> dict[str, str]:
+    return {
+        "XDG_RUNTIME_DIR": str(folder),
+        "MILEPOSTD_LINGER_S": "0.5",
+        "MILEPOST_SHM_DIR": str(shm),
+    }
 
 
 def _until(is_so: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
@@ -41,10 +57,6 @@ def _until(is_so: Callable[[], bool], what: str, timeout_s: float = 30.0) -> Non
     while not is_so():
         assert time.monotonic() < until_s, f"not so within {timeout_s:g} s: {what}"
         time.sleep(0.05)
-
-
-def _arenas() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith(f"milepost-{os.getuid()}-")}
 
 
 def _is_running(pid: int) -> bool:
@@ -78,11 +90,10 @@ def save_and_tell_daemon(rank: Rank) -> dict[str, Any]:
 
 
 def test_ranks_of_a_node_start_one_daemon_by_exec_and_it_ends_after_them(
-    folder: Path, embedded: Path
+    folder: Path, shm: Path, embedded: Path
 ) -> None:
-    before = _arenas()
     told = run_ranks(
-        save_and_tell_daemon, folder / "root", [None, None], environment=_environment(folder)
+        save_and_tell_daemon, folder / "root", [None, None], environment=_environment(folder, shm)
     )
     assert told[0]["pid"] == told[1]["pid"]
     assert [sys.executable, "-P", "-m", "milepostd"] == told[0]["command"][:4]
@@ -90,7 +101,7 @@ def test_ranks_of_a_node_start_one_daemon_by_exec_and_it_ends_after_them(
     assert not told[0]["has_torch"]
     assert told[0]["embedded"]
     _until(lambda: not _is_running(told[0]["pid"]), "the daemon ends when nobody needs it")
-    assert before == _arenas()
+    assert [] == list(shm.iterdir())
 
 
 def die_after_staging(rank: Rank) -> None:
@@ -115,16 +126,15 @@ def load_seven(rank: int, world: int, path: str) -> bool:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_was_staged_is_committed_though_the_trainer_was_killed(
-    folder: Path, embedded: Path
+    folder: Path, shm: Path, embedded: Path
 ) -> None:
-    from tests.integration.cluster import judge
-
-    before = _arenas()
     root = folder / "root"
-    run_ranks(die_after_staging, root, [None], expect_death=[0], environment=_environment(folder))
+    run_ranks(
+        die_after_staging, root, [None], expect_death=[0], environment=_environment(folder, shm)
+    )
     _until(lambda: (root / "latest").is_symlink(), "the staged save is committed")
     assert [True] == judge(load_seven, 1, str(root / "step_7"))
-    _until(lambda: before == _arenas(), "the dead trainer's shared memory is freed")
+    _until(lambda: not list(shm.iterdir()), "the dead trainer's shared memory is freed")
 
 
 def kill_daemon_under_save(rank: Rank) -> dict[str, Any]:
@@ -148,10 +158,10 @@ def kill_daemon_under_save(rank: Rank) -> dict[str, Any]:
 
 
 def test_a_killed_embedded_daemon_is_started_again_and_finishes_what_was_staged(
-    folder: Path, embedded: Path
+    folder: Path, shm: Path, embedded: Path
 ) -> None:
     root = folder / "root"
-    (told,) = run_ranks(kill_daemon_under_save, root, [None], environment=_environment(folder))
+    (told,) = run_ranks(kill_daemon_under_save, root, [None], environment=_environment(folder, shm))
     assert told["old"] != told["new"]
     assert [str(root / "step_1"), str(root / "step_2")] == told["paths"]
     assert [] == list((root / ".partial").iterdir())
@@ -238,6 +248,40 @@ def test_a_killed_coordinator_that_is_restarted_finishes_the_save_for_all(folder
             node.stop()
     assert [str(root / "step_1")] * 2 == told
     assert (root / "step_1" / ".metadata").exists()
+
+
+def die_with_daemon(rank: Rank) -> None:
+    import torch
+
+    from milepost import Checkpointer
+
+    ck = Checkpointer(rank.root)
+    state = {"w": torch.arange(1000.0)}
+    ck.prepare(state)
+    ck.save(7, state).wait_staged()
+    os.kill(ck.status()["node"]["pid"], signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_was_staged_survives_trainer_and_daemon_both(folder: Path, shm: Path) -> None:
+    root = folder / "root"
+    # Held at this point, nothing is written before both are dead.
+    faults = {"MILEPOSTD_FAULTS": "after-staged:sleep:60"}
+    node = start_node(folder / "n0", root, ["--allow-faults"], **faults)
+    await_answer(node)
+    shared = {"MILEPOST_SHM_DIR": str(shm)}
+    run_ranks(die_with_daemon, root, [node], expect_death=[0], environment=shared)
+    node.process.wait(10)
+    assert "fault.fired" in node.log.read_text()
+    assert not (root / "latest").exists()
+    again = start_node(folder / "n0", root)
+    await_answer(again)
+    _until(lambda: (root / "latest").is_symlink(), "the restarted daemon commits what was staged")
+    assert [True] == judge(load_seven, 1, str(root / "step_7"))
+    assert 0 == again.stop(), "draining does not wait for the dead"
+    assert [] == list(shm.iterdir())
+    assert [] == list((folder / "n0" / "journal").iterdir())
 
 
 def test_a_second_daemon_in_a_run_directory_is_refused_with_the_pid_of_the_first(

@@ -13,6 +13,7 @@ import msgspec
 from milepost.protocol import (
     Cause,
     DaemonMessage,
+    Join,
     Keep,
     NodeRef,
     PeerMessage,
@@ -128,6 +129,28 @@ class Retain(Command, frozen=True):
     keep: Keep
 
 
+class KeepJournal(Command, frozen=True):
+    """Write down what a restarted daemon has to know of this job; before anything of it is
+    written.
+    """
+
+    message: Join
+
+
+class ForgetJournal(Command, frozen=True):
+    """Nothing is pending of the job, and nobody is there: a restarted daemon need not know it."""
+
+    job: str
+
+
+class SweepArenas(Command, frozen=True):
+    """Unlink what these ranks' earlier attempts left in shared memory."""
+
+    job: str
+    below_attempt: int
+    ranks: tuple[int, ...]
+
+
 class RemoveArenas(Command, frozen=True):
     """Unlink the shared memory of a rank that is gone."""
 
@@ -176,6 +199,9 @@ AnyCommand: TypeAlias = (
     | GiveUp
     | Discard
     | Retain
+    | KeepJournal
+    | ForgetJournal
+    | SweepArenas
     | RemoveArenas
     | SetTimer
     | ClearTimer

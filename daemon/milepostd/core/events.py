@@ -37,6 +37,18 @@ class Started(Event, frozen=True):
     """The loop turns; the first event of every daemon."""
 
 
+class JobRecalled(Event, frozen=True):
+    """The journal of an earlier life of this daemon knows a job.
+
+    `staged` is what the arenas of its local ranks hold completely, as (rank, word), in the order of
+    the saves; `arenas` are all of their arenas, as (rank, path).
+    """
+
+    message: Join
+    staged: tuple[tuple[int, Staged], ...]
+    arenas: tuple[tuple[int, str], ...]
+
+
 class SessionOpened(Event, frozen=True):
     """A trainer said hello. `session` is drawn by the runtime and never reused."""
 
@@ -66,10 +78,14 @@ class RankLeft(Event, frozen=True):
 
 
 class SessionLost(Event, frozen=True):
-    """The trainer's process is gone, or its session was closed for a fault."""
+    """The trainer's process is gone, or its session was closed for a fault.
+
+    `staged` is what its arenas hold completely: it may have died between staging and saying so.
+    """
 
     session: int
     reason: str
+    staged: tuple[Staged, ...] = ()
 
 
 class PeerSaid(Event, frozen=True):
@@ -197,6 +213,7 @@ class StopRequested(Event, frozen=True):
 
 AnyEvent: TypeAlias = (
     Started
+    | JobRecalled
     | SessionOpened
     | RankJoined
     | RankSaid

@@ -6,9 +6,17 @@ newer attempt has taken its place.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from milepost.protocol import Cause, Join, Keep, NodeRef, SaveRef
+
+NO_ORDER: Final = (-1, -1)
+"""What a save id that is none is ordered as: before every save."""
+
+SAVE_ID_CHARACTERS_MAX: Final = 40
+"""Longest save id taken: two counters of 19 digits and a dash."""
 
 
 class LastCommitted(msgspec.Struct, frozen=True):
@@ -28,6 +36,18 @@ class LastFailed(msgspec.Struct, frozen=True):
     cause: Cause
 
 
+class History(msgspec.Struct):
+    """How a job's saves have ended here, over all its attempts: they share one object, since a save
+    of an earlier attempt may end after a newer one has begun.
+    """
+
+    last_committed: LastCommitted | None = None
+    last_failed: LastFailed | None = None
+    latest_order: tuple[int, int] = NO_ORDER
+    """(attempt, count) of the save `latest` names, as far as this coordinator moved it."""
+    outcome_counts: dict[str, int] = msgspec.field(default_factory=dict)
+
+
 class Seat(msgspec.Struct):
     """One local rank's place in the job."""
 
@@ -36,12 +56,14 @@ class Seat(msgspec.Struct):
     arenas: set[str] = msgspec.field(default_factory=set)
     is_lost: bool = False
     is_leaving: bool = False
+    reason: str = ""
+    """Why it is lost or leaving."""
 
 
 class Job:
     """One attempt of one training run, as seen by one node."""
 
-    def __init__(self, join: Join, node_id: str) -> None:
+    def __init__(self, join: Join, node_id: str, history: History | None = None) -> None:
         self.job = join.job
         self.attempt = join.attempt
         self.root = join.root
@@ -63,11 +85,9 @@ class Job:
             node.node_id: node for node in join.cohort if node.node_id in ranks
         }
         self.seats: dict[int, Seat] = {}
-        self.last_committed: LastCommitted | None = None
-        self.last_failed: LastFailed | None = None
-        self.latest_order: tuple[int, int] = (0, 0)
-        """(attempt, count) of the save `latest` names, as far as this coordinator moved it."""
-        self.outcome_counts: dict[str, int] = {}
+        self.is_journalled = False
+        """Whether a restarted daemon would know this attempt."""
+        self.history = History() if history is None else history
 
     @property
     def world(self) -> int:
@@ -84,6 +104,14 @@ class Job:
 
 
 def save_order(save: SaveRef) -> tuple[int, int]:
-    """Return (attempt, count) from a save id; later saves compare greater."""
+    """Return (attempt, count) from a save id; later saves compare greater. NO_ORDER for an id that
+    is none: it comes from a trainer or a peer.
+    """
     attempt, _, count = save.save_id.partition("-")
+    if (
+        len(save.save_id) > SAVE_ID_CHARACTERS_MAX
+        or not save.save_id.isascii()
+        or not (attempt.isdigit() and count.isdigit())
+    ):
+        return NO_ORDER
     return int(attempt), int(count)

@@ -17,6 +17,7 @@ import msgspec
 from milepost.protocol import (
     Cause,
     Concluded,
+    Fail,
     Join,
     Joined,
     Keep,
@@ -27,13 +28,16 @@ from milepost.protocol import (
     Planned,
     Refused,
     SaveRef,
+    Staged,
 )
 from milepostd.core.commands import (
     AnyCommand,
     ClearTimer,
     Command,
     Discard,
+    ForgetJournal,
     Halt,
+    KeepJournal,
     Log,
     MeetPeers,
     RemoveArenas,
@@ -41,6 +45,7 @@ from milepostd.core.commands import (
     Retain,
     Send,
     SetTimer,
+    SweepArenas,
     WarmPlanner,
 )
 from milepostd.core.events import (
@@ -53,6 +58,7 @@ from milepostd.core.events import (
     FragmentFailed,
     IndexBuilt,
     IndexFailed,
+    JobRecalled,
     OutcomeFound,
     PeerSaid,
     PlanFailed,
@@ -61,6 +67,7 @@ from milepostd.core.events import (
     PublishFailed,
     RankJoined,
     RankLeft,
+    RankMessage,
     RankSaid,
     Retained,
     SessionLost,
@@ -69,14 +76,17 @@ from milepostd.core.events import (
     StopRequested,
     TimerFired,
 )
-from milepostd.core.job import Job, LastCommitted, LastFailed, Seat
+from milepostd.core.job import NO_ORDER, Job, LastCommitted, LastFailed, Seat, save_order
 from milepostd.core.save import SECOND_NS, Coordination, Participation
 
 JOBS_MAX: Final = 64
 """Jobs one node serves: many more than a host runs, few enough that a leak shows."""
 
 SAVES_MAX: Final = 256
-"""Saves in flight on one node, over all jobs: JOBS_MAX jobs with a few slots each."""
+"""Saves in flight on one node in each role, over all jobs: JOBS_MAX jobs with a few slots each."""
+
+DEADLINE_S_MAX: Final = 7 * 86_400.0
+"""Longest deadline of a save: nobody waits a week for a checkpoint."""
 
 ENDED_MAX: Final = 256
 """Ended saves kept to answer late messages; older ones are forgotten, and late messages about them
@@ -86,10 +96,19 @@ EARLY_MAX: Final = 1024
 """Messages kept for jobs that no local rank has joined yet: a peer may be faster by the start-up of
 a process."""
 
+RECALL_S: Final = 60.0
+"""How long a restarted daemon waits for the trainers it remembers before it takes them for dead:
+they look for it every fraction of a second, and give up after as long themselves."""
+
+NO_SESSION: Final = -1
+"""The session of a rank that is remembered and has not come back yet."""
+
 EARLY_S: Final = 60.0
 """How long such messages are kept; their senders repeat them anyway."""
 
 SaveKey = tuple[str, str]
+EarlyKey = tuple[str, str, str, str]
+"""Node, job, save id and type: of a message that is repeated, one is kept."""
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,8 +147,10 @@ class Node:
         """Slow commands in flight that no save waits for: discards and retention."""
         self.stops = 0
         self.peer_heard_at_ns: dict[str, int] = {}
-        self._ended: deque[tuple[bool, SaveKey]] = deque()
-        self._early: deque[tuple[int, str, PeerMessage]] = deque()
+        self.ended: deque[tuple[bool, SaveKey]] = deque()
+        """Ended saves, oldest first, as (is a participation, key)."""
+        self.early: dict[EarlyKey, tuple[int, PeerMessage]] = {}
+        """Messages for jobs that no local rank has joined yet, with when they came."""
         self._is_lingering = False
 
     # --- the entry
@@ -154,6 +175,8 @@ class Node:
         match event:
             case Started():
                 return []
+            case JobRecalled():
+                return self._job_recalled(event, now_ns)
             case SessionOpened():
                 self.open_sessions.add(event.session)
                 return []
@@ -162,7 +185,7 @@ class Node:
             case RankSaid():
                 return self._rank_said(event, now_ns)
             case RankLeft():
-                return self._rank_left(event)
+                return self._rank_left(event, now_ns)
             case SessionLost():
                 return self._session_lost(event, now_ns)
             case PeerSaid():
@@ -170,21 +193,72 @@ class Node:
             case TimerFired():
                 return self._timer_fired(event.timer, now_ns)
             case StopRequested():
-                return self._stop_requested()
-            case Retained():
-                self.housekeeping -= 1
+                return self._stop_requested(now_ns)
+            case Retained() | Discarded():
+                self.housekeeping = max(0, self.housekeeping - 1)
                 return []
-            case Discarded():
-                self.housekeeping -= 1
-                return self._settle(event.save)
             case _:
                 return self._save_moved(event, now_ns)
+
+    # --- an earlier life
+
+    def _job_recalled(self, event: JobRecalled, now_ns: int) -> list[Command]:
+        """Go on where an earlier life of this daemon was cut off: what is staged is written, for
+        trainers that come back and for those that are dead alike.
+        """
+        join = event.message
+        cause = self._why_not(join)
+        if cause is not None:
+            # The daemon was given other roots, or another address: its saves are lost to it.
+            return [
+                Log(level="warning", event="job.unrecalled", cause=cause,
+                    fields={"job": join.job, "attempt": join.attempt}),
+                ForgetJournal(job=join.job),
+            ]  # fmt: skip
+        job = Job(join, self.node_id)
+        job.is_journalled = True
+        self.jobs[join.job] = job
+        for rank in job.ranks_here:
+            arenas = {path for owner, path in event.arenas if owner == rank}
+            job.seats[rank] = Seat(session=NO_SESSION, pid=0, arenas=arenas)
+        commands: list[Command] = [
+            MeetPeers(nodes=tuple(job.nodes.values())),
+            SetTimer(timer=f"recall/{job.job}", at_ns=now_ns + int(RECALL_S * SECOND_NS)),
+            Log(level="warning", event="job.recalled",
+                fields={"job": job.job, "attempt": job.attempt}),
+        ]  # fmt: skip
+        for rank, staged in event.staged:
+            if staged.save.job == job.job and save_order(staged.save)[0] == job.attempt:
+                commands += self._take_word(job, rank, staged, now_ns)
+        return commands + self._replay_early(job.job, now_ns)
+
+    def _recall_over(self, name: str, now_ns: int) -> list[Command]:
+        """Ranks that were remembered and have not come back are dead."""
+        job = self.jobs.get(name)
+        if job is None:
+            return []
+        for seat in job.seats.values():
+            if seat.session == NO_SESSION:
+                seat.is_lost = True
+                seat.reason = "it did not come back after the daemon was restarted"
+        return self._miss_rank(job, now_ns) + self._settle(job)
+
+    @property
+    def _has_recalls(self) -> bool:
+        """Whether a remembered rank may still come back."""
+        return any(
+            seat.session == NO_SESSION and not seat.is_lost
+            for job in self.jobs.values()
+            for seat in job.seats.values()
+        )
 
     # --- sessions
 
     def _rank_joined(self, event: RankJoined, now_ns: int) -> list[Command]:
         join = event.message
-        cause = self._why_not(join)
+        if event.session not in self.open_sessions:
+            return []
+        cause = self._why_not(join) or self._why_not_again(event.session, join)
         if cause is not None:
             return [
                 Log(level="warning", event="session.refused", cause=cause,
@@ -194,17 +268,14 @@ class Node:
         commands: list[Command] = []
         job = self.jobs.get(join.job)
         if job is None or join.attempt > job.attempt:
+            previous = job
             if job is not None:
                 commands += self._supersede(job, join.attempt, now_ns)
-            previous = job
-            job = Job(join, self.node_id)
-            if previous is not None:
-                job.last_committed = previous.last_committed
-                job.last_failed = previous.last_failed
-                job.latest_order = previous.latest_order
-                job.outcome_counts = previous.outcome_counts
+            job = Job(join, self.node_id, None if job is None else job.history)
             self.jobs[join.job] = job
             commands.append(MeetPeers(nodes=tuple(job.nodes.values())))
+            if previous is None or not self._has_pending(previous):
+                commands.append(self._sweep(job, job.ranks_here))
             if job.is_coordinator:
                 commands.append(WarmPlanner())
         old = job.seats.get(join.rank)
@@ -214,6 +285,9 @@ class Node:
             session=event.session, pid=event.pid, arenas=old.arenas if old is not None else set()
         )
         self.sessions[event.session] = Session(job, join.rank)
+        if not job.is_journalled:
+            job.is_journalled = True
+            commands.append(KeepJournal(message=join))
         commands.append(
             Reply(
                 session=event.session,
@@ -232,9 +306,18 @@ class Node:
         here = self.node_id
         if self.stops:
             return Cause("daemon-lost", f"node {here} is shutting down", "", here, join.rank)
+        if not 0 < join.deadline_s <= DEADLINE_S_MAX:
+            return Cause(
+                "usage",
+                f"deadline_s is {join.deadline_s:g}, not above 0 and at most {DEADLINE_S_MAX:g}",
+                "",
+                here,
+                join.rank,
+            )
         world = len(join.node_of_rank)
         if not (
-            0 <= join.rank < world
+            join.attempt >= 0
+            and 0 <= join.rank < world
             and all(0 <= index < len(join.cohort) for index in join.node_of_rank)
             and len({node.node_id for node in join.cohort}) == len(join.cohort)
             and join.cohort[join.node_of_rank[join.rank]].node_id == here
@@ -280,6 +363,19 @@ class Node:
             )
         return None
 
+    def _why_not_again(self, session: int, join: Join) -> Cause | None:
+        """Why a session that has its place cannot take this one; asking twice is harmless."""
+        held = self.sessions.get(session)
+        if held is None or (held.job is self.jobs.get(join.job) and held.rank == join.rank):
+            return None
+        return Cause(
+            "protocol",
+            f"the session is rank {held.rank} of job {held.job.job} already",
+            "one session is one rank",
+            self.node_id,
+            join.rank,
+        )
+
     def _is_root_allowed(self, root: str) -> bool:
         path = PurePosixPath(root)
         if not path.is_absolute() or ".." in path.parts:
@@ -295,6 +391,12 @@ class Node:
         for name, job in self.jobs.items():
             if all(seat.is_lost for seat in job.seats.values()) and not self._has_pending(job):
                 del self.jobs[name]
+                known = {node_id for other in self.jobs.values() for node_id in other.nodes}
+                self.peer_heard_at_ns = {
+                    node_id: at_ns
+                    for node_id, at_ns in self.peer_heard_at_ns.items()
+                    if node_id in known
+                }
                 return True
         return False
 
@@ -321,40 +423,95 @@ class Node:
         if session is None:
             return []
         job, message = session.job, event.message
-        if message.save.job != job.job:
-            cause = Cause("protocol", f"rank {session.rank} speaks of job {message.save.job!r}")
-            return [Reply(session=event.session, message=Refused(cause=cause))]
+        if message.save.job != job.job or save_order(message.save)[0] != job.attempt:
+            cause = Cause(
+                "protocol",
+                f"rank {session.rank} of job {job.job}, attempt {job.attempt}, speaks of save "
+                f"{message.save.save_id!r} of job {message.save.job!r}",
+                "",
+                self.node_id,
+                session.rank,
+            )
+            return [self._end_save(event.session, message.save, cause)]
+        return self._take_word(job, session.rank, message, now_ns, event.session)
+
+    def _take_word(
+        self, job: Job, rank: int, message: RankMessage, now_ns: int, session: int = NO_SESSION
+    ) -> list[Command]:
+        """Take what a local rank says about a save, or what its arena says for it."""
+        if isinstance(message, Staged):
+            job.seats[rank].arenas.add(message.arena)
         key = (job.job, message.save.save_id)
         participation = self.participations.get(key)
         commands: list[Command] = []
         if participation is None:
-            if self.stops:
-                cause = Cause(
-                    "daemon-lost", f"node {self.node_id} is shutting down", "", self.node_id
-                )
-                return [self._refuse_save(event.session, message.save, cause)]
-            if len(self.participations) - len(self._ended) >= SAVES_MAX:
-                cause = Cause(
-                    "busy", f"node {self.node_id} has {SAVES_MAX} saves in flight", "", self.node_id
-                )
-                return [self._refuse_save(event.session, message.save, cause)]
+            refusal = self._why_no_save(job)
+            if refusal is not None:
+                return [
+                    self._end_save(session, message.save, refusal),
+                    # The other nodes need not wait for this one until the deadline.
+                    Send(node=job.coordinator, message=Fail(save=message.save, cause=refusal)),
+                ]
             participation = Participation(job, message.save, self.node_id, now_ns)
             self.participations[key] = participation
             commands += participation.open()
+            commands += self._miss_lost_ranks(participation, now_ns)
         was_concluded = participation.is_concluded
-        commands += participation.rank_said(session.rank, message, now_ns)
+        commands += participation.rank_said(rank, message, now_ns)
         return commands + self._after_participation(participation, was_concluded)
 
-    def _refuse_save(self, session: int, save: SaveRef, cause: Cause) -> Reply:
+    def _why_no_save(self, job: Job) -> Cause | None:
+        """Why no save of this job can begin here now."""
+        here = self.node_id
+        if self.stops:
+            return Cause("daemon-lost", f"node {here} is shutting down", "", here)
+        if self.jobs.get(job.job) is not job:
+            return Cause(
+                "attempt-superseded",
+                f"a newer attempt of job {job.job} has started; attempt {job.attempt} is history",
+                "end the older run",
+                here,
+            )
+        if sum(not role.is_concluded for role in self.participations.values()) >= SAVES_MAX:
+            return Cause("busy", f"node {here} has {SAVES_MAX} saves in flight", "", here)
+        return None
+
+    def _miss_lost_ranks(self, participation: Participation, now_ns: int) -> list[Command]:
+        """Fail a save at once if a rank that is gone for good has not staged it."""
+        for rank, seat in participation.job.seats.items():
+            if (seat.is_lost or seat.is_leaving) and rank not in participation.staged:
+                save = participation.save
+                cause = Cause(
+                    "rank-missing",
+                    f"rank {rank} (pid {seat.pid}) {'left' if seat.is_leaving else 'was lost'} "
+                    f"before it staged save {save.save_id} of step {save.step}: {seat.reason}",
+                    "the last checkpoint stands; the next save works once all ranks are there",
+                    self.node_id,
+                    rank,
+                )
+                return participation.cannot(cause, now_ns)
+        return []
+
+    def _end_save(self, session: int, save: SaveRef, cause: Cause) -> Reply:
         concluded = Concluded(save_id=save.save_id, outcome="failed", cause=cause)
         return Reply(session=session, message=concluded)
 
-    def _rank_left(self, event: RankLeft) -> list[Command]:
+    def _rank_left(self, event: RankLeft, now_ns: int) -> list[Command]:
         session = self.sessions.get(event.session)
         if session is None:
             return [Reply(session=event.session, message=Left())]
-        session.job.seats[session.rank].is_leaving = True
-        return self._answer_leaving(session.job)
+        seat = session.job.seats[session.rank]
+        seat.is_leaving = True
+        seat.reason = "it said goodbye"
+        return self._miss_rank(session.job, now_ns) + self._settle(session.job)
+
+    def _miss_rank(self, job: Job, now_ns: int) -> list[Command]:
+        """A rank has gone: the saves of its job that it has not staged can never complete."""
+        commands: list[Command] = []
+        for participation in [*self.participations.values()]:
+            if participation.job is job and not participation.is_concluded:
+                commands += self._miss_lost_ranks(participation, now_ns)
+        return commands
 
     def _answer_leaving(self, job: Job) -> list[Command]:
         """Say goodbye to leaving ranks of which nothing is pending."""
@@ -383,42 +540,51 @@ class Node:
             return []
         job, rank = session.job, session.rank
         seat = job.seats[rank]
+        commands: list[Command] = []
+        for staged in event.staged:
+            if staged.save.job == job.job and save_order(staged.save)[0] == job.attempt:
+                commands += self._take_word(job, rank, staged, now_ns)
         seat.is_lost = True
-        commands: list[Command] = [
+        seat.reason = event.reason
+        commands += [
             Log(level="info" if seat.is_leaving else "warning", event="session.lost",
                 fields={"job": job.job, "rank": rank, "pid": seat.pid, "reason": event.reason})
         ]  # fmt: skip
-        for participation in [*self.participations.values()]:
-            if participation.job is not job or participation.is_concluded:
-                continue
-            if rank not in participation.staged:
-                cause = Cause(
-                    "rank-missing",
-                    f"rank {rank} (pid {seat.pid}) was lost before it staged save "
-                    f"{participation.save.save_id} of step {participation.save.step}: "
-                    f"{event.reason}",
-                    "the last checkpoint stands; the next save works once all ranks are there",
-                    self.node_id,
-                    rank,
-                )
-                commands += participation.cannot(cause, now_ns)
-        return commands + self._release_arenas(job)
+        return commands + self._miss_rank(job, now_ns) + self._settle(job)
 
     def _release_arenas(self, job: Job) -> list[Command]:
         """Unlink the arenas of lost ranks, once no save reads from them."""
         if self._has_pending(job):
             return []
+        commands: list[Command] = []
         paths: list[str] = []
         for seat in job.seats.values():
             if seat.is_lost and seat.arenas:
                 paths += sorted(seat.arenas)
                 seat.arenas = set()
-        return [RemoveArenas(paths=tuple(paths))] if paths else []
+        if paths:
+            commands.append(RemoveArenas(paths=tuple(paths)))
+        newest = self.jobs.get(job.job)
+        if newest is not job:
+            if newest is not None and job.is_journalled:
+                # The last save of an earlier attempt has ended: what it left can go.
+                job.is_journalled = False
+                commands.append(self._sweep(newest, job.ranks_here))
+        elif job.is_journalled and all(seat.is_lost for seat in job.seats.values()):
+            job.is_journalled = False
+            commands.append(ForgetJournal(job=job.job))
+        return commands
+
+    def _sweep(self, job: Job, ranks: tuple[int, ...]) -> SweepArenas:
+        return SweepArenas(job=job.job, below_attempt=job.attempt, ranks=ranks)
 
     # --- peers
 
     def _peer_said(self, node_id: str, message: PeerMessage, now_ns: int) -> list[Command]:
         self.peer_heard_at_ns[node_id] = now_ns
+        attempt, _ = save_order(message.save)
+        if save_order(message.save) == NO_ORDER:
+            return [self._stray(node_id, message)]
         job = self.jobs.get(message.save.job)
         key = (message.save.job, message.save.save_id)
         if isinstance(message, Planned | Outcome):
@@ -436,10 +602,20 @@ class Node:
             return commands + self._after_participation(participation, was_concluded)
         coordination = self.coordinations.get(key)
         if coordination is None:
-            attempt = int(message.save.save_id.partition("-")[0] or 0)
             if job is None or attempt > job.attempt:
-                return self._keep_early(node_id, message, now_ns)
-            if attempt < job.attempt or not job.is_coordinator:
+                self._keep_early(node_id, message, now_ns)
+                return []
+            if attempt < job.attempt and isinstance(message, Fail) and node_id in job.nodes:
+                # It is not prepared and nobody here coordinates it: this is its end.
+                ended = "skipped" if message.skip else "failed"
+                verdict = Outcome(save=message.save, outcome=ended, cause=message.cause)
+                return [Send(node=job.nodes[node_id], message=verdict)]
+            if (
+                attempt < job.attempt
+                or not job.is_coordinator
+                or node_id not in job.nodes
+                or sum(not role.is_concluded for role in self.coordinations.values()) >= SAVES_MAX
+            ):
                 return [self._stray(node_id, message)]
             coordination = Coordination(job, message.save, self.node_id, now_ns)
             self.coordinations[key] = coordination
@@ -463,7 +639,7 @@ class Node:
             isinstance(message, Planned)
             or job is None
             or node_id != job.coordinator.node_id
-            or not message.save.save_id.startswith(f"{job.attempt}-")
+            or save_order(message.save)[0] != job.attempt
         ):
             return [self._stray(node_id, message)]
         participation = Participation(job, message.save, self.node_id, now_ns)
@@ -479,20 +655,25 @@ class Node:
             fields={"peer": node_id, "type": type(message).__name__},
         )
 
-    def _keep_early(self, node_id: str, message: PeerMessage, now_ns: int) -> list[Command]:
-        while self._early and (
-            len(self._early) >= EARLY_MAX or now_ns - self._early[0][0] > int(EARLY_S * SECOND_NS)
+    def _keep_early(self, node_id: str, message: PeerMessage, now_ns: int) -> None:
+        key = (node_id, message.save.job, message.save.save_id, type(message).__name__)
+        self.early.pop(key, None)
+        self.early[key] = (now_ns, message)
+        while len(self.early) > EARLY_MAX or self._is_stale(
+            next(iter(self.early.values())), now_ns
         ):
-            self._early.popleft()
-        self._early.append((now_ns, node_id, message))
-        return []
+            del self.early[next(iter(self.early))]
+
+    @staticmethod
+    def _is_stale(entry: tuple[int, PeerMessage], now_ns: int) -> bool:
+        return now_ns - entry[0] > int(EARLY_S * SECOND_NS)
 
     def _replay_early(self, job: str, now_ns: int) -> list[Command]:
-        mine = [entry for entry in self._early if entry[2].save.job == job]
-        self._early = deque(entry for entry in self._early if entry[2].save.job != job)
         commands: list[Command] = []
-        for _, node_id, message in mine:
-            commands += self._peer_said(node_id, message, now_ns)
+        for key in [key for key in self.early if key[1] == job]:
+            entry = self.early.pop(key)
+            if not self._is_stale(entry, now_ns):
+                commands += self._peer_said(key[0], entry[1], now_ns)
         return commands
 
     # --- completions and time
@@ -565,8 +746,8 @@ class Node:
             job, save = participation.job, participation.save
             self._remember_ended(True, (save.job, save.save_id))
             if participation.outcome == "planned":
-                return self._settle(save)
-            counts = job.outcome_counts
+                return self._settle(job)
+            counts = job.history.outcome_counts
             counts[participation.outcome] = counts.get(participation.outcome, 0) + 1
             message = participation.message
             fields: dict[str, str | int | float] = {
@@ -579,17 +760,20 @@ class Node:
                 commands.append(Log(level="info", event="save.committed", save=save, fields=fields))
             else:
                 if message.cause is not None:
-                    job.last_failed = LastFailed(save=save, cause=message.cause)
+                    job.history.last_failed = LastFailed(save=save, cause=message.cause)
                 level = "warning" if participation.outcome == "skipped" else "error"
                 event = "save.skipped" if participation.outcome == "skipped" else "save.failed"
                 commands.append(
                     Log(level=level, event=event, save=save, cause=message.cause, fields=fields)
                 )
-        return commands + self._settle(participation.save)
+        return commands + self._settle(participation.job)
 
     def _note_committed(self, participation: Participation) -> None:
         job, message = participation.job, participation.message
-        job.last_committed = LastCommitted(
+        newest = job.history.last_committed
+        if newest is not None and save_order(newest.save) > save_order(participation.save):
+            return
+        job.history.last_committed = LastCommitted(
             save=participation.save,
             path=message.path,
             checkpoint_bytes=message.checkpoint_bytes,
@@ -602,41 +786,37 @@ class Node:
             return []
         save, job = coordination.save, coordination.job
         self._remember_ended(False, (save.job, save.save_id))
-        if coordination.outcome is None:
-            return self._settle(save)
-        if coordination.outcome.outcome != "committed":
-            return self._settle(save)
-        # A checkpoint that this one replaced is still under `.partial`.
-        discard = Discard(save=save, root=job.root)
-        if job.keep == Keep():
-            return [discard]
-        return [discard, Retain(job=job.job, root=job.root, keep=job.keep)]
+        commands = self._settle(job)
+        outcome = coordination.outcome
+        if outcome is not None and outcome.outcome == "committed":
+            # A checkpoint that this one replaced is still under `.partial`.
+            commands.append(Discard(save=save, root=job.root))
+            if job.keep != Keep():
+                commands.append(Retain(job=job.job, root=job.root, keep=job.keep))
+        return commands
 
     def _remember_ended(self, is_participation: bool, key: SaveKey) -> None:
-        self._ended.append((is_participation, key))
-        while len(self._ended) > ENDED_MAX:
-            was_participation, old = self._ended.popleft()
-            if was_participation:
-                ended = self.participations.get(old)
-                if ended is not None and ended.is_pending:
-                    # A writer still holds its image: keep it until that ends.
-                    self._ended.append((was_participation, old))
-                    break
-                self.participations.pop(old, None)
-            else:
+        self.ended.append((is_participation, key))
+        for _ in range(len(self.ended) - ENDED_MAX):
+            was_participation, old = self.ended.popleft()
+            if not was_participation:
                 self.coordinations.pop(old, None)
+            elif self.participations[old].is_pending:
+                # A writer still holds its image: keep it until that ends, and try the next one.
+                self.ended.append((was_participation, old))
+            else:
+                del self.participations[old]
 
-    def _settle(self, save: SaveRef) -> list[Command]:
+    def _settle(self, job: Job) -> list[Command]:
         """Something of this job may have become quiet: answer leaving ranks, free shared memory."""
-        job = self.jobs.get(save.job)
-        if job is None:
-            return []
         return self._answer_leaving(job) + self._release_arenas(job)
 
     def _timer_fired(self, timer: str, now_ns: int) -> list[Command]:
         kind, _, rest = timer.partition("/")
         if kind == "linger":
             return self._linger_over()
+        if kind == "recall":
+            return self._recall_over(rest, now_ns)
         job, _, save_id = rest.rpartition("/")
         key = (job, save_id)
         if kind.startswith("participant"):
@@ -666,13 +846,18 @@ class Node:
             not self.housekeeping
             and not any(role.is_pending for role in self.participations.values())
             and all(role.is_concluded for role in self.coordinations.values())
+            and not self._has_recalls
         )
 
-    def _stop_requested(self) -> list[Command]:
+    def _stop_requested(self, now_ns: int) -> list[Command]:
         self.stops += 1
         if self.stops > 1:
             return [Halt(reason="told to stop at once")]
-        return [Log(level="info", event="daemon.draining")]
+        commands: list[Command] = [Log(level="info", event="daemon.draining")]
+        for name in self.jobs:
+            # Who has not come back by now would not be served any more.
+            commands += self._recall_over(name, now_ns)
+        return commands
 
     def _check_halt(self, now_ns: int) -> list[Command]:
         if self.stops == 1 and self.is_idle:

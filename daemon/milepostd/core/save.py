@@ -1,10 +1,11 @@
-"""One save at one node: the phases and the transition tables of both roles.
+"""One save at one node: what both roles do, and when they move from phase to phase.
 
-Everything that affects a save's phase lives here. Every node of the cohort is a *participant*: it
-gathers what its local ranks say, has their images written, and tells the coordinator. The node of
-rank 0 is the *coordinator* too: it asks for a plan where one is needed, collects the nodes' word
-that all is durable, has the index built, and publishes. The two roles talk by the same messages on
-one node as between nodes, so there is one behaviour, not two.
+Everything that affects a save's phase lives here; the phases and the transition tables themselves
+are `phases`. Every node of the cohort is a *participant*: it gathers what its local ranks say, has
+their images written, and tells the coordinator. The node of rank 0 is the *coordinator* too: it
+asks for a plan where one is needed, collects the nodes' word that all is durable, has the index
+built, and publishes. The two roles talk by the same messages on one node as between nodes, so there
+is one behaviour, not two.
 
 An event that the phase does not allow changes nothing. Time comes as an argument in nanoseconds.
 Methods return commands; nothing here does anything by itself.
@@ -12,7 +13,6 @@ Methods return commands; nothing here does anything by itself.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Final
 
 from milepost.protocol import (
@@ -27,6 +27,7 @@ from milepost.protocol import (
     Planned,
     Prepared,
     Progress,
+    RankLayout,
     RankReport,
     SaveRef,
     Skipped,
@@ -65,6 +66,7 @@ from milepostd.core.events import (
     PublishFailed,
 )
 from milepostd.core.job import Job, save_order
+from milepostd.core.phases import COORDINATOR, PARTICIPANT, Phase, Trigger
 
 SECOND_NS: Final = 1_000_000_000
 
@@ -73,113 +75,15 @@ RESEND_S: Final = 2.0
 so a silence of seconds means that a message was lost or a peer restarts."""
 
 RESOLVE_GRACE_S: Final = 15.0
-"""How long beyond the deadline a prepared node waits for the coordinator's own verdict before it
-looks for itself."""
+"""How long beyond the deadline a node that depends on the coordinator waits for its verdict before
+it acts for itself, and how long the shared directory then has to answer."""
+
+VERDICT_GRACE_S: Final = 2.0
+"""How long beyond the deadline the coordinator waits: a node knows which of its ranks is missing,
+the coordinator only which node, so the nodes speak first."""
 
 NAMED_MAX: Final = 8
 """How many ranks or nodes a sentence names before it counts the rest."""
-
-
-class Phase(StrEnum):
-    """Where a save stands."""
-
-    GATHERING = "gathering"
-    """Not every rank has said what it holds."""
-    PLANNING = "planning"
-    """All have spoken; at least one waits for its layout or is staging under a new one."""
-    WRITING = "writing"
-    """All ranks are staged; images are being written."""
-    SEALING = "sealing"
-    """The node's manifest fragment is being written."""
-    PREPARED = "prepared"
-    """All of this node is durable; the coordinator decides."""
-    FAILING = "failing"
-    """This node cannot go on and has said so; the coordinator decides."""
-    RESOLVING = "resolving"
-    """The coordinator is silent past the deadline; the shared directory is asked."""
-    COLLECTING = "collecting"
-    """The coordinator waits for every node to be prepared."""
-    INDEXING = "indexing"
-    """Manifest and `.metadata` are being written."""
-    PUBLISHING = "publishing"
-    """The rename is under way."""
-    ABORTING = "aborting"
-    """The save's directory is being taken out of the way."""
-    CONCLUDED = "concluded"
-    """The outcome is known."""
-
-
-class Trigger(StrEnum):
-    """What moves a save on."""
-
-    ALL_REPORTED = "all ranks reported"
-    ALL_STAGED = "all ranks staged"
-    ALL_WRITTEN = "all files durable"
-    SEALED = "fragment durable"
-    CANNOT = "this node cannot go on"
-    OUTCOME = "outcome heard"
-    OVERDUE = "deadline passed"
-    OUTCOME_FOUND = "outcome found"
-    NEEDS_PLAN = "a rank needs a layout"
-    ALL_GATHERED = "all nodes gathered"
-    PLAN_MADE = "plan made"
-    PLAN_SUFFICES = "plan made, nothing else wanted"
-    ALL_PREPARED = "all nodes prepared"
-    INDEX_BUILT = "index built"
-    PUBLISHED = "published"
-    REFUSED = "cannot become a checkpoint"
-
-
-PARTICIPANT: Final[dict[tuple[Phase, Trigger], Phase]] = {
-    (Phase.GATHERING, Trigger.ALL_REPORTED): Phase.PLANNING,
-    (Phase.GATHERING, Trigger.ALL_STAGED): Phase.WRITING,
-    (Phase.PLANNING, Trigger.ALL_STAGED): Phase.WRITING,
-    (Phase.WRITING, Trigger.ALL_WRITTEN): Phase.SEALING,
-    (Phase.SEALING, Trigger.SEALED): Phase.PREPARED,
-    **{
-        (phase, Trigger.CANNOT): Phase.FAILING
-        for phase in (Phase.GATHERING, Phase.PLANNING, Phase.WRITING, Phase.SEALING)
-    },
-    **{
-        (phase, Trigger.OUTCOME): Phase.CONCLUDED
-        for phase in (
-            Phase.GATHERING,
-            Phase.PLANNING,
-            Phase.WRITING,
-            Phase.SEALING,
-            Phase.PREPARED,
-            Phase.FAILING,
-            Phase.RESOLVING,
-        )
-    },
-    (Phase.PREPARED, Trigger.OVERDUE): Phase.RESOLVING,
-    (Phase.FAILING, Trigger.OVERDUE): Phase.CONCLUDED,
-    (Phase.PLANNING, Trigger.PLAN_SUFFICES): Phase.CONCLUDED,
-    (Phase.RESOLVING, Trigger.OUTCOME_FOUND): Phase.CONCLUDED,
-}
-"""What a participant does; pairs not listed change nothing."""
-
-COORDINATOR: Final[dict[tuple[Phase, Trigger], Phase]] = {
-    (Phase.GATHERING, Trigger.NEEDS_PLAN): Phase.PLANNING,
-    (Phase.GATHERING, Trigger.ALL_GATHERED): Phase.COLLECTING,
-    (Phase.PLANNING, Trigger.PLAN_MADE): Phase.COLLECTING,
-    (Phase.PLANNING, Trigger.PLAN_SUFFICES): Phase.CONCLUDED,
-    (Phase.COLLECTING, Trigger.ALL_PREPARED): Phase.INDEXING,
-    (Phase.INDEXING, Trigger.INDEX_BUILT): Phase.PUBLISHING,
-    (Phase.PUBLISHING, Trigger.PUBLISHED): Phase.CONCLUDED,
-    **{
-        (phase, Trigger.REFUSED): Phase.ABORTING
-        for phase in (
-            Phase.GATHERING,
-            Phase.PLANNING,
-            Phase.COLLECTING,
-            Phase.INDEXING,
-            Phase.PUBLISHING,
-        )
-    },
-    (Phase.ABORTING, Trigger.OUTCOME_FOUND): Phase.CONCLUDED,
-}
-"""What a coordinator does; pairs not listed change nothing."""
 
 
 class _Role:
@@ -240,6 +144,8 @@ class Participation(_Role):
         self.fragment = ""
         self.failure: Fail | None = None
         self.outcome = ""
+        self.is_asking = False
+        """Whether a GiveUp of this role is under way."""
         self.is_discarding = False
         self.bytes_total = 0
         self.bytes_written = 0
@@ -271,10 +177,19 @@ class Participation(_Role):
                 self.node_id,
                 rank,
             )
-            return self._register_foreign(rank, message) + self.cannot(cause, now_ns)
+            return self.cannot(cause, now_ns)
         match message:
             case Offered():
                 return self._offered(rank, message, now_ns)
+            case Staged() if self.save.is_plan_only:
+                cause = Cause(
+                    "protocol",
+                    f"rank {rank} staged save {self.save.save_id}, which only asks for layouts",
+                    "",
+                    self.node_id,
+                    rank,
+                )
+                return self.cannot(cause, now_ns)
             case Staged():
                 return self._staged(rank, message, now_ns)
             case Skipped():
@@ -284,16 +199,12 @@ class Participation(_Role):
             case Unable():
                 return self.cannot(message.cause, now_ns)
             case AbortWanted():
-                return self.cannot(
-                    Cause("aborted", f"rank {rank} asked for an abort", "", self.node_id, rank),
-                    now_ns,
-                )
-
-    def _register_foreign(self, rank: int, message: object) -> list[Command]:
-        # A rank that staged under another description still has a slot to be given back.
-        if isinstance(message, Staged) and rank not in self.staged:
-            self.staged[rank] = message
-        return []
+                cause = Cause("aborted", f"rank {rank} asked for an abort", "", self.node_id, rank)
+                if self.phase is Phase.PREPARED:
+                    # This node's part is done and stands; the coordinator may still end the save.
+                    fail = Fail(save=self.save, cause=cause)
+                    return [Send(node=self.job.coordinator, message=fail)]
+                return self.cannot(cause, now_ns)
 
     def _offered(self, rank: int, message: Offered, now_ns: int) -> list[Command]:
         if rank in self.reports:
@@ -305,11 +216,8 @@ class Participation(_Role):
         if rank in self.staged:
             return []
         self.staged[rank] = message
-        seat = self.job.seats.get(rank)
-        if seat is not None:
-            seat.arenas.add(message.arena)
-        if rank not in self.reports:
-            self.reports[rank] = RankReport(rank, message.layout_id)
+        # An offer that has been answered need not be repeated to the coordinator.
+        self.reports[rank] = RankReport(rank, message.layout_id)
         commands: list[Command] = []
         if self.phase in (Phase.GATHERING, Phase.PLANNING):
             self.bytes_total += message.image_bytes
@@ -355,18 +263,22 @@ class Participation(_Role):
     # --- what writers say
 
     def bytes_moved(self, event: BytesWritten) -> list[Command]:
-        """Progress, for people."""
-        self.bytes_written += event.count
+        """Progress, for people. Files end on a page, so the last block may be a little longer."""
+        self.bytes_written = min(self.bytes_total, self.bytes_written + event.count)
         return []
 
     def file_durable(self, event: FileDurable, now_ns: int) -> list[Command]:
         """One rank's file is synced."""
         rank = event.file.rank
+        if rank not in self.is_writing:
+            return []
         self.files[rank] = event.file
         return self._writer_done(rank) + self._check_files(now_ns)
 
     def file_failed(self, event: FileFailed, now_ns: int) -> list[Command]:
         """One rank's file could not be written."""
+        if event.rank not in self.is_writing:
+            return []
         return self._writer_done(event.rank) + self.cannot(event.cause, now_ns)
 
     def _writer_done(self, rank: int) -> list[Command]:
@@ -452,12 +364,18 @@ class Participation(_Role):
 
     def resend(self, now_ns: int) -> list[Command]:
         """Nothing was heard for a while: say it again."""
-        return [] if self.is_concluded else self._tell(now_ns)
+        if self.is_concluded:
+            return []
+        return self._tell(now_ns) + self._ask_directory()
 
     def overdue(self, now_ns: int) -> list[Command]:
         """The deadline has passed on this node."""
         if self.phase in (Phase.GATHERING, Phase.PLANNING, Phase.WRITING, Phase.SEALING):
-            missing = [rank for rank in self.job.ranks_here if rank not in self.reports]
+            verdict_at_ns = self.deadline_at_ns() + int(RESOLVE_GRACE_S * SECOND_NS)
+            missing = self._silent_ranks()
+            if self.phase is Phase.PLANNING and not missing and now_ns < verdict_at_ns:
+                # Only the coordinator knows for whom its plan waits; it has the same deadline.
+                return [self.set_timer("deadline", verdict_at_ns)]
             code = "rank-missing" if missing else "timeout"
             cause = Cause(
                 code,
@@ -473,7 +391,10 @@ class Participation(_Role):
             # word.
             assert self.failure is not None
             return self._conclude(
-                "skipped" if self.failure.skip else "failed", now_ns, cause=self.failure.cause
+                "skipped" if self.failure.skip else "failed",
+                now_ns,
+                cause=self.failure.cause,
+                layout_valid=self.failure.cause.code not in PLAN_VOIDING,
             )
         if self.phase is Phase.PREPARED:
             if now_ns < self.deadline_at_ns() + int(RESOLVE_GRACE_S * SECOND_NS):
@@ -481,28 +402,55 @@ class Participation(_Role):
                 at_ns = self.deadline_at_ns() + int(RESOLVE_GRACE_S * SECOND_NS)
                 return [self.set_timer("deadline", at_ns)]
             if self.move(Trigger.OVERDUE):
-                return [GiveUp(save=self.save, root=self.job.root, is_coordinator=False)]
+                at_ns = now_ns + int(RESOLVE_GRACE_S * SECOND_NS)
+                return [*self._ask_directory(), self.set_timer("deadline", at_ns)]
+        if self.phase is Phase.RESOLVING and self.move(Trigger.OVERDUE):
+            # The directory gives no answer, or storage none at all: the handle ends, the save's
+            # fate shows later.
+            return self._conclude("outcome-unknown", now_ns, cause=self._unknown())
         return []
+
+    def _silent_ranks(self) -> list[int]:
+        """Local ranks that owe the next word: a report, or an image for their layout."""
+        return [
+            rank
+            for rank in self.job.ranks_here
+            if rank not in self.reports or (rank in self.layouts_given and rank not in self.staged)
+        ]
+
+    def _ask_directory(self) -> list[Command]:
+        """Look for the outcome in the shared directory, once at a time."""
+        if self.phase is not Phase.RESOLVING or self.is_asking:
+            return []
+        self.is_asking = True
+        return [GiveUp(save=self.save, root=self.job.root, is_coordinator=False)]
 
     def outcome_found(self, event: OutcomeFound, now_ns: int) -> list[Command]:
         """The shared directory has told how the save ended."""
-        if not self.move(Trigger.OUTCOME_FOUND):
-            return []
-        outcome = {"aborted": "failed", "committed": "committed"}.get(
-            event.outcome, "outcome-unknown"
+        self.is_asking = False
+        if event.outcome == "aborted" and self.move(Trigger.OUTCOME_FOUND):
+            cause = Cause(
+                "node-missing", f"{self._no_verdict()}; the save was given up", "", self.node_id
+            )
+            return self._conclude("failed", now_ns, cause=cause)
+        if event.outcome == "committed" and self.move(Trigger.OUTCOME_FOUND):
+            return self._conclude("committed", now_ns, path=event.path)
+        # Neither name shows, which is no outcome: the next resend looks again.
+        return []
+
+    def _no_verdict(self) -> str:
+        return (
+            f"the coordinator {self.job.coordinator.node_id} gave no verdict within "
+            f"{self.job.deadline_s + RESOLVE_GRACE_S:g} s"
         )
-        silent = f"the coordinator {self.job.coordinator.node_id} fell silent"
-        cause = {
-            "failed": Cause("node-missing", f"{silent}; the save was given up", "", self.node_id),
-            "committed": None,
-            "outcome-unknown": Cause(
-                "outcome-unknown",
-                f"{silent}, and neither outcome shows in {self.job.root}",
-                "`milepost list` tells once the file system answers",
-                self.node_id,
-            ),
-        }[outcome]
-        return self._conclude(outcome, now_ns, path=event.path, cause=cause)
+
+    def _unknown(self) -> Cause:
+        return Cause(
+            "outcome-unknown",
+            f"{self._no_verdict()}, and neither outcome shows in {self.job.root}",
+            "`milepost list` tells once the file system answers",
+            self.node_id,
+        )
 
     def _conclude(
         self,
@@ -580,7 +528,7 @@ class Participation(_Role):
         if self.phase is Phase.FAILING:
             assert self.failure is not None
             message = self.failure
-        elif self.phase is Phase.PREPARED:
+        elif self.phase in (Phase.PREPARED, Phase.RESOLVING):
             message = Prepared(
                 save=self.save,
                 files=tuple(self.files[rank] for rank in sorted(self.files)),
@@ -632,6 +580,9 @@ class Participation(_Role):
                 )
             case Phase.RESOLVING:
                 return "the coordinator is silent; asking the shared directory"
+            case _ if self.is_writing:
+                ranks = named("rank", sorted(self.is_writing), len(self.job.ranks_here))
+                return f"ended as {self.outcome}; a writer still reads the image of {ranks}"
             case _:
                 return f"ended as {self.outcome}"
 
@@ -647,6 +598,7 @@ class Coordination(_Role):
         self.node_id = node_id
         self.gathered: dict[str, Gathered] = {}
         self.planned: Planned | None = None
+        self.layout_of: dict[int, RankLayout] = {}
         self.prepared: dict[str, Prepared] = {}
         self.failure: Fail | None = None
         self.outcome: Outcome | None = None
@@ -654,7 +606,8 @@ class Coordination(_Role):
 
     def open(self) -> list[Command]:
         """First word of any node."""
-        return [self.set_timer("deadline", self.deadline_at_ns())]
+        at_ns = self.deadline_at_ns() + int(VERDICT_GRACE_S * SECOND_NS)
+        return [self.set_timer("deadline", at_ns)]
 
     # --- what nodes say
 
@@ -666,6 +619,9 @@ class Coordination(_Role):
             return self._send(node_id, self.outcome)
         if self.is_concluded and self.planned is not None:
             return self._send_plan(node_id, self.planned)
+        if self.phase is Phase.PUBLISHING:
+            # All is durable, and the rename may have happened: only its completion counts now.
+            return []
         if message.save != self.save:
             cause = Cause(
                 "save-mismatch",
@@ -675,13 +631,17 @@ class Coordination(_Role):
                 node_id,
             )
             return self.refuse(Fail(save=self.save, cause=cause), now_ns)
-        match message:
-            case Gathered():
-                return self._gathered(node_id, message)
-            case Prepared():
-                return self._prepared(node_id, message)
-            case Fail():
-                return self.refuse(message, now_ns)
+        if isinstance(message, Fail):
+            return self.refuse(message, now_ns)
+        words = message.reports if isinstance(message, Gathered) else message.files
+        ranks = tuple(word.rank for word in words)
+        if ranks != self.job.ranks_of[node_id]:
+            text = f"node {node_id} speaks for ranks {ranks}, not for its own"
+            cause = Cause("protocol", text, "", node_id)
+            return self.refuse(Fail(save=self.save, cause=cause), now_ns)
+        if isinstance(message, Gathered):
+            return self._gathered(node_id, message)
+        return self._prepared(node_id, message)
 
     def _gathered(self, node_id: str, message: Gathered) -> list[Command]:
         if node_id in self.gathered:
@@ -717,6 +677,9 @@ class Coordination(_Role):
         if not self.move(enough):
             return []
         self.planned = Planned(save=self.save, layouts=event.layouts, warnings=event.warnings)
+        self.layout_of = {layout.rank: layout for layout in event.layouts}
+        # Offers can be megabytes a rank, and have been answered.
+        self.gathered = {node_id: Gathered(save=self.save, reports=()) for node_id in self.gathered}
         commands: list[Command] = [
             Log(level="warning", event="plan.warned", save=self.save, cause=warning)
             for warning in event.warnings
@@ -734,8 +697,9 @@ class Coordination(_Role):
         return self.refuse(Fail(save=self.save, cause=event.cause), now_ns)
 
     def _send_plan(self, node_id: str, planned: Planned) -> list[Command]:
-        ranks = set(self.job.ranks_of[node_id])
-        layouts = tuple(layout for layout in planned.layouts if layout.rank in ranks)
+        layouts = tuple(
+            self.layout_of[rank] for rank in self.job.ranks_of[node_id] if rank in self.layout_of
+        )
         if not layouts:
             return []
         return self._send(
@@ -768,9 +732,9 @@ class Coordination(_Role):
         if not self.move(Trigger.INDEX_BUILT):
             return []
         self.checkpoint_bytes = event.checkpoint_bytes
-        is_latest = save_order(self.save) > self.job.latest_order
+        is_latest = save_order(self.save) > self.job.history.latest_order
         if is_latest:
-            self.job.latest_order = save_order(self.save)
+            self.job.history.latest_order = save_order(self.save)
         return [Publish(save=self.save, root=self.job.root, is_latest=is_latest)]
 
     def index_failed(self, event: IndexFailed, now_ns: int) -> list[Command]:
@@ -848,6 +812,8 @@ class Coordination(_Role):
         self.outcome = outcome
         self.gathered = {}
         self.planned = None
+        self.layout_of = {}
+        self.prepared = {}
         commands = self.clear_timers("deadline")
         for node_id in self.job.nodes:
             commands += self._send(node_id, outcome)

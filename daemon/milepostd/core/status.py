@@ -70,7 +70,8 @@ def _cause(cause: Cause) -> dict[str, Any]:
 
 
 def _job(job: Job) -> dict[str, Any]:
-    committed, failed = job.last_committed, job.last_failed
+    committed, failed = job.history.last_committed, job.history.last_failed
+    counts = job.history.outcome_counts
     return {
         "job": job.job,
         "root": job.root,
@@ -93,10 +94,10 @@ def _job(job: Job) -> dict[str, Any]:
         "last_failed": None
         if failed is None
         else {"step": failed.save.step, "save_id": failed.save.save_id, **_cause(failed.cause)},
-        "committed_total": job.outcome_counts.get("committed", 0),
-        "failed_total": job.outcome_counts.get("failed", 0),
-        "skipped_total": job.outcome_counts.get("skipped", 0),
-        "unknown_total": job.outcome_counts.get("outcome-unknown", 0),
+        "committed_total": counts.get("committed", 0),
+        "failed_total": counts.get("failed", 0),
+        "skipped_total": counts.get("skipped", 0),
+        "unknown_total": counts.get("outcome-unknown", 0),
     }
 
 

@@ -1,0 +1,150 @@
+"""What must hold at a node after every event, whatever came before: used by tests and simulation.
+
+Pure: reads a node, changes nothing. Each sentence returned is a fault of ours, never of a trainer,
+a peer or a disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from milepostd.core.job import Job, save_order
+from milepostd.core.node import EARLY_MAX, ENDED_MAX, JOBS_MAX, SAVES_MAX, Node
+from milepostd.core.phases import COORDINATOR, PARTICIPANT, Phase
+from milepostd.core.save import Coordination, Participation
+
+PARTICIPANT_PHASES = frozenset({phase for phase, _ in PARTICIPANT} | {*PARTICIPANT.values()})
+COORDINATOR_PHASES = frozenset({phase for phase, _ in COORDINATOR} | {*COORDINATOR.values()})
+
+
+def broken_invariants(node: Node) -> list[str]:
+    """Return a sentence for each thing that should hold and does not; nothing, if all is well."""
+    return [
+        *_sessions(node),
+        *_bounds(node),
+        *(
+            f"participation {job}/{save_id}: {what}"
+            for (job, save_id), role in node.participations.items()
+            for what in _participation(role, (job, save_id))
+        ),
+        *(
+            f"coordination {job}/{save_id}: {what}"
+            for (job, save_id), role in node.coordinations.items()
+            for what in _coordination(role, (job, save_id), node)
+        ),
+    ]
+
+
+def _sessions(node: Node) -> Iterator[str]:
+    seats: list[tuple[int, int]] = []
+    for number, session in node.sessions.items():
+        seats.append((id(session.job), session.rank))
+        seat = session.job.seats.get(session.rank)
+        if number not in node.open_sessions:
+            yield f"session {number} has a place but is not open"
+        if seat is None or seat.session != number or seat.is_lost:
+            yield f"session {number} holds the place of rank {session.rank}, which says otherwise"
+    if len(seats) != len(set(seats)):
+        yield "two sessions hold one place"
+    for name, job in node.jobs.items():
+        if name != job.job or not job.ranks_here or not job.seats.keys() <= set(job.ranks_here):
+            yield f"job {name} seats ranks {sorted(job.seats)}, here are {job.ranks_here}"
+
+
+def _bounds(node: Node) -> Iterator[str]:
+    if len(node.jobs) > JOBS_MAX:
+        yield f"{len(node.jobs)} jobs"
+    for what, roles in (("participant", node.participations), ("coordinator", node.coordinations)):
+        active = sum(not role.is_concluded for role in roles.values())
+        if active > SAVES_MAX:
+            yield f"{active} saves in flight as {what}"
+    if len(node.early) > EARLY_MAX:
+        yield f"{len(node.early)} early messages"
+    if node.housekeeping < 0:
+        yield f"{node.housekeeping} housekeeping commands in flight"
+    pending = sum(role.is_pending for role in node.participations.values())
+    if len(node.ended) > ENDED_MAX + pending:
+        yield f"{len(node.ended)} ended saves are kept"
+    kept = [
+        *((True, key) for key, role in node.participations.items() if role.is_concluded),
+        *((False, key) for key, role in node.coordinations.items() if role.is_concluded),
+    ]
+    if sorted(kept) != sorted(node.ended):
+        yield "the list of ended saves does not name each of them once"
+
+
+def _role(job: Job, role: Participation | Coordination, key: tuple[str, str]) -> Iterator[str]:
+    if key != (role.save.job, role.save.save_id) or key[0] != job.job:
+        yield f"holds save {role.save.save_id} of job {role.save.job}"
+    if save_order(role.save)[0] != job.attempt:
+        yield f"belongs to attempt {job.attempt}"
+
+
+def _participation(role: Participation, key: tuple[str, str]) -> Iterator[str]:
+    yield from _role(role.job, role, key)
+    here = set(role.job.ranks_here)
+    phase = role.phase
+    if phase not in PARTICIPANT_PHASES:
+        yield f"is {phase}, which is the coordinator's"
+    if not role.staged.keys() | role.reports.keys() | role.files.keys() <= here:
+        yield "knows ranks of other nodes"
+    if not role.is_writing | role.files.keys() <= role.staged.keys():
+        yield "writes an image that nobody staged"
+    if role.is_writing & role.files.keys():
+        yield "writes a file that is durable"
+    if not role.slot_owed <= role.is_writing:
+        yield f"owes a slot to ranks {sorted(role.slot_owed - role.is_writing)} and never pays"
+    if phase is Phase.GATHERING and role.reports.keys() == here:
+        yield "gathers, though all ranks have reported"
+    if phase is Phase.PLANNING and (role.reports.keys() != here or role.staged.keys() == here):
+        yield "waits for a plan, though ranks are silent or all have staged"
+    if phase in (Phase.WRITING, Phase.SEALING, Phase.PREPARED, Phase.RESOLVING):
+        if role.staged.keys() != here:
+            yield f"is {phase} before all ranks have staged"
+        if (phase is Phase.WRITING) == (role.files.keys() == here):
+            yield f"is {phase} with files of ranks {sorted(role.files)}"
+    if phase in (Phase.PREPARED, Phase.RESOLVING) and (role.is_writing or not role.fragment):
+        yield f"is {phase}, but not all is durable"
+    if phase is Phase.FAILING and role.failure is None:
+        yield "fails without a cause"
+    if role.is_concluded != bool(role.outcome):
+        yield f"is {phase} with outcome {role.outcome!r}"
+    if role.is_discarding and (not role.is_concluded or role.is_writing):
+        yield "discards what is still in use"
+    if role.is_concluded and any(report.offer for report in role.reports.values()):
+        yield "has ended and still holds offers"
+    if role.outcome in ("failed", "skipped", "outcome-unknown") and role.message.cause is None:
+        yield f"ended as {role.outcome} without a cause"
+
+
+def _coordination(role: Coordination, key: tuple[str, str], node: Node) -> Iterator[str]:
+    yield from _role(role.job, role, key)
+    phase, nodes = role.phase, role.job.nodes.keys()
+    if phase not in COORDINATOR_PHASES:
+        yield f"is {phase}, which is the participants'"
+    if not role.gathered.keys() | role.prepared.keys() <= nodes:
+        yield "knows nodes that are not in the cohort"
+    if phase in (Phase.PLANNING, Phase.COLLECTING, Phase.INDEXING, Phase.PUBLISHING) and (
+        role.gathered.keys() != nodes
+    ):
+        yield f"is {phase} before all nodes have gathered"
+    if phase in (Phase.INDEXING, Phase.PUBLISHING) and role.prepared.keys() != nodes:
+        yield f"is {phase} before all nodes are prepared"
+    if phase is Phase.ABORTING and role.failure is None:
+        yield "aborts without a cause"
+    if role.is_concluded != (
+        role.outcome is not None or (role.save.is_plan_only and bool(role.planned))
+    ):
+        yield f"is {phase} with outcome {role.outcome}"
+    if role.outcome is not None and (role.gathered or role.prepared or role.layout_of):
+        yield "has ended and still holds what the nodes said"
+    own = node.participations.get(key)
+    if (
+        role.outcome is not None
+        and own is not None
+        and own.is_concluded
+        and {own.outcome, role.outcome.outcome} >= {"committed"}
+        and own.outcome != role.outcome.outcome
+        and "outcome-unknown" not in (own.outcome, role.outcome.outcome)
+    ):
+        yield f"ended as {role.outcome.outcome}, its own participant as {own.outcome}"

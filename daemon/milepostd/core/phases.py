@@ -1,0 +1,113 @@
+"""The phases of a save and the two transition tables: the whole machine at a glance.
+
+Data only. `save` moves along these tables and nowhere else; the tests walk them, and pairs that are
+not listed change nothing.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+
+class Phase(StrEnum):
+    """Where a save stands."""
+
+    GATHERING = "gathering"
+    """Not every rank has said what it holds."""
+    PLANNING = "planning"
+    """All have spoken; at least one waits for its layout or is staging under a new one."""
+    WRITING = "writing"
+    """All ranks are staged; images are being written."""
+    SEALING = "sealing"
+    """The node's manifest fragment is being written."""
+    PREPARED = "prepared"
+    """All of this node is durable; the coordinator decides."""
+    FAILING = "failing"
+    """This node cannot go on and has said so; the coordinator decides."""
+    RESOLVING = "resolving"
+    """The coordinator is silent past the deadline; the shared directory is asked."""
+    COLLECTING = "collecting"
+    """The coordinator waits for every node to be prepared."""
+    INDEXING = "indexing"
+    """Manifest and `.metadata` are being written."""
+    PUBLISHING = "publishing"
+    """The rename is under way."""
+    ABORTING = "aborting"
+    """The save's directory is being taken out of the way."""
+    CONCLUDED = "concluded"
+    """The outcome is known."""
+
+
+class Trigger(StrEnum):
+    """What moves a save on."""
+
+    ALL_REPORTED = "all ranks reported"
+    ALL_STAGED = "all ranks staged"
+    ALL_WRITTEN = "all files durable"
+    SEALED = "fragment durable"
+    CANNOT = "this node cannot go on"
+    OUTCOME = "outcome heard"
+    OVERDUE = "deadline passed"
+    OUTCOME_FOUND = "outcome found"
+    NEEDS_PLAN = "a rank needs a layout"
+    ALL_GATHERED = "all nodes gathered"
+    PLAN_MADE = "plan made"
+    PLAN_SUFFICES = "plan made, nothing else wanted"
+    ALL_PREPARED = "all nodes prepared"
+    INDEX_BUILT = "index built"
+    PUBLISHED = "published"
+    REFUSED = "cannot become a checkpoint"
+
+
+PARTICIPANT: Final[dict[tuple[Phase, Trigger], Phase]] = {
+    (Phase.GATHERING, Trigger.ALL_REPORTED): Phase.PLANNING,
+    (Phase.GATHERING, Trigger.ALL_STAGED): Phase.WRITING,
+    (Phase.PLANNING, Trigger.ALL_STAGED): Phase.WRITING,
+    (Phase.WRITING, Trigger.ALL_WRITTEN): Phase.SEALING,
+    (Phase.SEALING, Trigger.SEALED): Phase.PREPARED,
+    **{
+        (phase, Trigger.CANNOT): Phase.FAILING
+        for phase in (Phase.GATHERING, Phase.PLANNING, Phase.WRITING, Phase.SEALING)
+    },
+    **{
+        (phase, Trigger.OUTCOME): Phase.CONCLUDED
+        for phase in (
+            Phase.GATHERING,
+            Phase.PLANNING,
+            Phase.WRITING,
+            Phase.SEALING,
+            Phase.PREPARED,
+            Phase.FAILING,
+            Phase.RESOLVING,
+        )
+    },
+    (Phase.PREPARED, Trigger.OVERDUE): Phase.RESOLVING,
+    (Phase.FAILING, Trigger.OVERDUE): Phase.CONCLUDED,
+    (Phase.PLANNING, Trigger.PLAN_SUFFICES): Phase.CONCLUDED,
+    (Phase.RESOLVING, Trigger.OUTCOME_FOUND): Phase.CONCLUDED,
+    (Phase.RESOLVING, Trigger.OVERDUE): Phase.CONCLUDED,
+}
+"""What a participant does; pairs not listed change nothing."""
+
+COORDINATOR: Final[dict[tuple[Phase, Trigger], Phase]] = {
+    (Phase.GATHERING, Trigger.NEEDS_PLAN): Phase.PLANNING,
+    (Phase.GATHERING, Trigger.ALL_GATHERED): Phase.COLLECTING,
+    (Phase.PLANNING, Trigger.PLAN_MADE): Phase.COLLECTING,
+    (Phase.PLANNING, Trigger.PLAN_SUFFICES): Phase.CONCLUDED,
+    (Phase.COLLECTING, Trigger.ALL_PREPARED): Phase.INDEXING,
+    (Phase.INDEXING, Trigger.INDEX_BUILT): Phase.PUBLISHING,
+    (Phase.PUBLISHING, Trigger.PUBLISHED): Phase.CONCLUDED,
+    **{
+        (phase, Trigger.REFUSED): Phase.ABORTING
+        for phase in (
+            Phase.GATHERING,
+            Phase.PLANNING,
+            Phase.COLLECTING,
+            Phase.INDEXING,
+            Phase.PUBLISHING,
+        )
+    },
+    (Phase.ABORTING, Trigger.OUTCOME_FOUND): Phase.CONCLUDED,
+}
+"""What a coordinator does; pairs not listed change nothing."""
