@@ -19,7 +19,6 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,7 +28,7 @@ import msgspec
 import psutil
 
 from milepost.arena import find_arenas
-from milepost.errors import MilepostError, UsageError
+from milepost.errors import MilepostError, StorageError, UsageError
 from milepost.format.manifest import FragmentFile
 from milepost.protocol import (
     PROTOCOL_VERSION,
@@ -60,6 +59,7 @@ from milepost.storage import Root, storage_error
 from milepostd import systemd
 from milepostd.config import Settings
 from milepostd.core.commands import (
+    AbandonWrite,
     AnyCommand,
     BuildIndex,
     ClearTimer,
@@ -117,11 +117,17 @@ from milepostd.journal import Journal, find_staged
 from milepostd.logs import emit
 from milepostd.metrics import Counters, make_exposition
 from milepostd.planner import Planner
+from milepostd.threads import Threads
 from milepostd.transport import Transport, load_identity, save_identity
 from milepostd.writer import OpenArenas, write_fragment, write_rank
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+RETRY_S_MIN: Final = 0.1
+RETRY_S_MAX: Final = 10.0
+"""First and longest pause before a file operation is tried again: a hiccup of a mount is over in a
+moment, a failover takes some seconds."""
 
 FILE_THREADS: Final = 4
 """Threads for fragments, renames and deletions, apart from the image writers, so that one hung
@@ -242,8 +248,8 @@ class Runtime:
         self.last_turn_s = time.monotonic()
         self.last_session = 0
         self.service = systemd.ServiceManager(os.environ)
-        self.writers = ThreadPoolExecutor(settings.writer_threads, "milepostd-writer")
-        self.files = ThreadPoolExecutor(FILE_THREADS, "milepostd-files")
+        self.writers = Threads("milepostd-writer", settings.writer_threads)
+        self.files = Threads("milepostd-files", FILE_THREADS)
         self.roots = tuple(os.path.realpath(root) for root in settings.roots)
         self.torch_version = installed_version("torch")
         self.version = installed_version("milepost")
@@ -304,8 +310,6 @@ class Runtime:
         self.transport.close()
         self.release()
         await self.planner.stop()
-        self.writers.shutdown(wait=False, cancel_futures=True)
-        self.files.shutdown(wait=False, cancel_futures=True)
         self.arenas.close()
 
     def _spawn(
@@ -553,6 +557,8 @@ class Runtime:
                 self._spawn(self._sweep_arenas(command), self.sweeps)
             case RemoveArenas():
                 self._spawn(self._remove_arenas(command), self.sweeps)
+            case AbandonWrite():
+                self.writers.abandon((_key(command.save), command.rank))
             case WriteImage():
                 self._spawn(self._complete(self._write_image, command))
             case WriteFragment():
@@ -621,7 +627,21 @@ class Runtime:
         emit(command.level, command.event, node=self.node_ref.node_id, **fields)
 
     async def _in_files(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.files, work)
+        return await self.files.run(work)
+
+    async def _retried(self, work: Callable[[], Awaitable[T]], until_ns: int) -> T:
+        """Try again what failed for a passing reason, as long as the save has time."""
+        pause_s = RETRY_S_MIN
+        while True:
+            try:
+                return await work()
+            except StorageError as error:
+                if not error.transient or time.monotonic_ns() + pause_s * 1e9 > until_ns:
+                    raise
+                emit("warning", "storage.retried", file=error.path, code=error.code,
+                     cause=error.message, wait_s=pause_s)  # fmt: skip
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RETRY_S_MAX)
 
     # --- executors of slow commands
 
@@ -637,18 +657,18 @@ class Runtime:
 
         try:
             await self.faults.at("after-staged", key)
-            file = await loop.run_in_executor(
-                self.writers,
-                partial(
-                    write_rank,
-                    Root(command.root),
-                    save,
-                    command.arena,
-                    command.slot,
-                    command.layout_id,
-                    on_bytes,
-                    self.arenas,
-                ),
+            write = partial(
+                write_rank,
+                Root(command.root),
+                save,
+                command.arena,
+                command.slot,
+                command.layout_id,
+                on_bytes,
+                self.arenas,
+            )
+            file = await self._retried(
+                partial(self.writers.run, write, (key, rank)), command.until_ns
             )
             await self.faults.at("after-write", key)
         except Exception as error:  # every failure becomes the command's one event
@@ -667,9 +687,10 @@ class Runtime:
             await self.faults.at("before-durable", _key(save))
             files = self.fragments.pop((save.job, save.save_id))
             ordered = tuple(files[rank] for rank in sorted(files))
-            name = await self._in_files(
-                partial(write_fragment, Root(command.root), save, self.node_ref.node_id, ordered)
+            write = partial(
+                write_fragment, Root(command.root), save, self.node_ref.node_id, ordered
             )
+            name = await self._retried(partial(self.files.run, write), command.until_ns)
         except Exception as error:  # every failure becomes the command's one event
             return FragmentFailed(save=save, cause=cause_of(error, node=self.node_ref.node_id))
         return FragmentDurable(save=save, fragment=name)

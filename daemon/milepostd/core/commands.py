@@ -62,6 +62,15 @@ class WriteImage(Command, frozen=True):
     arena: str
     slot: int
     layout_id: str
+    until_ns: int
+    """Failures that may pass are tried again until this instant."""
+
+
+class AbandonWrite(Command, frozen=True):
+    """A WriteImage outlives its save: it may hang for ever, and must not hold up the next one."""
+
+    save: SaveRef
+    rank: int
 
 
 class WriteFragment(Command, frozen=True):
@@ -72,6 +81,8 @@ class WriteFragment(Command, frozen=True):
     save: SaveRef
     root: str
     files: tuple[WrittenFile, ...]
+    until_ns: int
+    """Failures that may pass are tried again until this instant."""
 
 
 class MakePlan(Command, frozen=True):
@@ -192,6 +203,7 @@ AnyCommand: TypeAlias = (
     | MeetPeers
     | WarmPlanner
     | WriteImage
+    | AbandonWrite
     | WriteFragment
     | MakePlan
     | BuildIndex

@@ -37,6 +37,7 @@ from milepost.protocol import (
     WrittenFile,
 )
 from milepostd.core.commands import (
+    AbandonWrite,
     BuildIndex,
     ClearTimer,
     Command,
@@ -230,6 +231,7 @@ class Participation(_Role):
                     arena=message.arena,
                     slot=message.slot,
                     layout_id=message.layout_id,
+                    until_ns=self.deadline_at_ns(),
                 )
             )
         return commands + self._check_reports(now_ns)
@@ -293,7 +295,11 @@ class Participation(_Role):
         if len(self.files) < len(self.job.ranks_here) or not self.move(Trigger.ALL_WRITTEN):
             return []
         files = tuple(self.files[rank] for rank in sorted(self.files))
-        return [WriteFragment(save=self.save, root=self.job.root, files=files)]
+        return [
+            WriteFragment(
+                save=self.save, root=self.job.root, files=files, until_ns=self.deadline_at_ns()
+            )
+        ]
 
     def fragment_durable(self, event: FragmentDurable, now_ns: int) -> list[Command]:
         """Everything of this node is durable: say so."""
@@ -477,6 +483,7 @@ class Participation(_Role):
         commands = self.clear_timers("deadline", "resend")
         for rank in self.job.ranks_here:
             commands += self._tell_outcome(rank)
+        commands += [AbandonWrite(save=self.save, rank=rank) for rank in sorted(self.is_writing)]
         # Offers can be megabytes; an ended save is kept only to answer late messages.
         self.reports = {
             rank: RankReport(rank, report.layout_id) for rank, report in self.reports.items()
