@@ -38,5 +38,11 @@ unit: setup
 integration: setup
 	$(BIN)/python -m pytest tests/integration
 
+# BENCH: options, such as --quick; BENCH_EXTRAS=bench,bench-peers compares with torch_checkpointing.
+BENCH_EXTRAS := bench
+bench: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(BENCH_EXTRAS)]'
+	$(BIN)/python -m benchmarks $(BENCH)
+
 clean:
 	rm -rf $(VENV) demo-run .mypy_cache .ruff_cache .pytest_cache

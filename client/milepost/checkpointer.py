@@ -33,6 +33,7 @@ from milepost.errors import (
     UsageError,
 )
 from milepost.offer import encode_offer, unpack_assigned
+from milepost.overlap import Optimizers, Overlap, Selection
 from milepost.planning import (
     FinalPlan,
     PlannerExchange,
@@ -65,6 +66,7 @@ from milepost.retention import Policy
 from milepost.run_dir import default_run_dir
 from milepost.save import Checkpoint, Save
 from milepost.session import JOIN_S, Session
+from milepost.staging import Staged as StagedImage
 from milepost.staging import Stager
 from milepost.state import (
     Items,
@@ -140,8 +142,10 @@ class Checkpointer:
         overwrite: allow a step that this attempt saved, or resumed from, to be saved again.
         keep: which checkpoints stay: `KeepLast(n)`, `KeepEvery(steps)`, `Protect(steps)`, combined
             with `|`; None: all.
-        staging: "blocking": `save()` returns when the copy is complete.
-        optimizer: for other staging modes.
+        staging: "blocking": `save()` returns when the copy is complete. "overlap": at once; the
+            optimizer's parameters and state are copied behind the next forward and backward, and
+            its next step waits for that; see docs/overlap.md.
+        optimizer: with "overlap", the torch optimizer of the state that is saved, or several.
         deadline_s: how long one save may take, all stages together.
 
     Raises:
@@ -161,14 +165,24 @@ class Checkpointer:
         on_failure: Literal["warn", "raise"] = "warn",
         overwrite: bool = False,
         keep: Policy | None = None,
-        staging: Literal["blocking"] = "blocking",
-        optimizer: torch.optim.Optimizer | None = None,
+        staging: Literal["blocking", "overlap"] = "blocking",
+        optimizer: Optimizers | None = None,
         deadline_s: float = 600.0,
     ) -> None:
         _check_choice("on_busy", on_busy, ("wait", "skip"))
         _check_choice("on_failure", on_failure, ("warn", "raise"))
-        _check_choice("staging", staging, ("blocking",))
-        if optimizer is not None:
+        _check_choice("staging", staging, ("blocking", "overlap"))
+        self._overlap: Overlap | None = None
+        if staging == "overlap":
+            self._overlap = Overlap(optimizer)
+            if planner is not None and not is_default(planner):
+                raise UsageError(
+                    "usage",
+                    f"staging='overlap' with a {type(planner).__name__}: what a SavePlanner hands "
+                    "over cannot be told from a copy",
+                    "use staging='blocking' with a planner of your own",
+                )
+        elif optimizer is not None:
             raise UsageError(
                 "usage", "optimizer= has no effect with staging='blocking'", "leave it out"
             )
@@ -242,6 +256,8 @@ class Checkpointer:
         self.job, self.attempt = self._meeting.job, self._meeting.attempt
         self._stager = Stager(self.job, self.attempt, self.rank, slots=slots)
         self._slots = slots
+        if self._overlap is not None:
+            self._overlap.arm()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -338,17 +354,17 @@ class Checkpointer:
         cause = message.cause or Cause("internal", "the daemon gave no reason")
         self._end(message.save_id, message.outcome, cause)
 
-    def _end(self, save_id: str, phase: str, cause: Cause) -> None:
-        """End a save that did not become a checkpoint."""
+    def _end(self, save_id: str, phase: str, cause: Cause, *, is_raised: bool = False) -> None:
+        """End a save that did not become a checkpoint; what is raised is not logged, too."""
         with self._changed:
             save = self._saves.pop(save_id, None)
             if save is None:
                 return
-            if self._on_failure == "raise" and phase != "skipped":
+            if self._on_failure == "raise" and phase != "skipped" and not is_raised:
                 self._failures.append(save)
             self._changed.notify_all()
         save.fail(phase, cause)
-        if phase != "skipped":
+        if phase != "skipped" and not is_raised:
             log.warning("save %s of step %s %s: %s", save_id, save.step, phase, save.failure())
 
     def _free_slot(self, save_id: str) -> None:
@@ -360,7 +376,12 @@ class Checkpointer:
 
     # --- saving
 
-    def prepare(self, state: Mapping[str, Any], wait: bool = True) -> None:
+    def prepare(
+        self,
+        state: Mapping[str, Any],
+        wait: bool = True,
+        per_rank: Mapping[str, Any] | None = None,
+    ) -> None:
         """Pay now for what the first save would pay: plan, reserve and pin memory, touch its pages.
 
         All ranks call it with the state that they are going to save.
@@ -368,6 +389,7 @@ class Checkpointer:
         Args:
             state: as for `save`; nothing of it is kept.
             wait: False: in the background; a `save()` meanwhile waits for it.
+            per_rank: as for `save`.
 
         Raises:
             UsageError: the state cannot be saved; names the keys.
@@ -376,14 +398,15 @@ class Checkpointer:
         """
         self._check_open()
         self._finish_preparing()
+        self._finish_copy()
         ref = self._next_ref(0, "prepare", is_plan_only=True)
         if wait:
-            self._prepare(ref, state)
+            self._prepare(ref, state, per_rank)
             return
 
         def prepare() -> None:
             try:
-                self._prepare(ref, state)
+                self._prepare(ref, state, per_rank)
             except Exception as error:
                 log.warning("prepare failed, the first save will be slow: %s", error)
 
@@ -395,12 +418,29 @@ class Checkpointer:
         if thread is not None:
             thread.join()
 
-    def _prepare(self, ref: SaveRef, state: Mapping[str, Any]) -> None:
+    def _finish_copy(self) -> None:
+        """Wait for a copy in the background, which uses the stager."""
+        if self._overlap is not None:
+            self._overlap.settle()
+
+    def guard(self) -> None:
+        """Wait until the parameters and optimizer state of the last `save()` may change.
+
+        For loops that change them outside `torch.optim.Optimizer.step()`, which needs no call. With
+        tensors on a GPU it is the current stream that waits, not the host. Returns at once with
+        `staging="blocking"`, and when no copy is under way. For any thread.
+        """
+        if self._overlap is not None:
+            self._overlap.guard()
+
+    def _prepare(
+        self, ref: SaveRef, state: Mapping[str, Any], per_rank: Mapping[str, Any] | None
+    ) -> None:
         save = Save(ref.step, ref.save_id, lambda: None)
         with self._changed:
             self._saves[ref.save_id] = save
         try:
-            content = self._collect(ref, state, None)
+            content = self._collect(ref, state, per_rank)
             self._join()
             self._plan(ref, save, content)
             self._stager.fault_in()
@@ -422,9 +462,12 @@ class Checkpointer:
     ) -> Save:
         """Save the state; return when it is copied and may change. All ranks call it alike.
 
+        With `staging="overlap"` parameters and optimizer state may change only once the guard
+        allows; see `guard`. A save whose copy is still under way is waited for first.
+
         Args: step: the trainer's step, 0 or more. state: what `dcp.save` takes: nested dicts,
         lists, tensors, DTensors, modules, optimizers and other Stateful objects, picklable objects.
-        Tensors are read during the call only. per_rank: state that differs by rank (random
+        Tensors are read until it is staged. per_rank: state that differs by rank (random
         generators, data loaders): comes back to its rank in `LoadReport.per_rank`. checkpoint_id:
         the directory's name below the root; None: `step_<step>`.
 
@@ -434,6 +477,7 @@ class Checkpointer:
         """
         started_s = time.monotonic()
         self._check_open()
+        self._finish_copy()
         self._raise_failures()
         if type(step) is not int or not 0 <= step <= STEP_MAX:
             raise UsageError("usage", f"step is {step!r}, not a whole number from 0 to {STEP_MAX}")
@@ -448,10 +492,11 @@ class Checkpointer:
         self._step_last = max(self._step_last, step)
         try:
             content = self._collect(ref, state, per_rank)
+            selection = None if self._overlap is None else self._overlap.select(content.items)
             self._join()
             self._check_foreign(name)
             if self._take_turn(ref, save):
-                self._stage(ref, save, content)
+                self._stage(ref, save, content, selection)
         except UsageError as error:
             self._give_up(ref, error)
             raise
@@ -551,7 +596,9 @@ class Checkpointer:
             )
         return True
 
-    def _stage(self, ref: SaveRef, save: Save, content: _Content) -> None:
+    def _stage(
+        self, ref: SaveRef, save: Save, content: _Content, selection: Selection | None
+    ) -> None:
         """Copy the state into a slot and tell the daemon."""
         items, objects = content.items, content.objects
         with self._changed:
@@ -565,7 +612,50 @@ class Checkpointer:
         if save.done():
             return
         slot = self._stager.free_slots()[0]
-        staged = self._stager.stage(slot, ref, items, objects=objects)
+        if selection is None:
+            self._tell_staged(ref, save, self._stager.stage(slot, ref, items, objects=objects))
+        else:
+            self._stage_behind(ref, save, slot, items, objects, selection)
+
+    def _stage_behind(
+        self,
+        ref: SaveRef,
+        save: Save,
+        slot: Slot,
+        items: Items,
+        objects: dict[int, bytes] | None,
+        selection: Selection,
+    ) -> None:
+        """Copy what must be copied now, and have the rest copied in the background."""
+        overlap, stager = self._overlap, self._stager
+        assert overlap is not None
+        slot, placed = stager.begin(slot, items, objects=objects)
+
+        def end(error: MilepostError | None) -> None:
+            """On the copy's thread."""
+            if error is None:
+                self._tell_staged(ref, save, stager.seal(slot, ref, placed))
+                return
+            slot.release()
+            if not save.done():
+                self._give_up(ref, error)
+
+        def add_wait(waited_s: float) -> None:
+            save.guard_s += waited_s
+
+        try:
+            assert stager.layout is not None
+            columns = stager.layout.tensors
+            split = overlap.split(selection, items, columns.items)
+            stager.copy(slot, items, split.now)
+            targets = stager.targets(slot)
+            overlap.start(selection, split, items, columns, targets, slot.image, end, add_wait)
+        except BaseException:
+            slot.release()
+            raise
+
+    def _tell_staged(self, ref: SaveRef, save: Save, staged: StagedImage) -> None:
+        """Keep the slot for the daemon and say that it is complete, if anybody still wants it."""
         with self._changed:
             if save.done():
                 # Another rank could not go on: nobody is going to read this image.
@@ -630,7 +720,8 @@ class Checkpointer:
         """
         cause = Cause(error.code, error.message, error.hint, self.node.node_id, self.rank)
         self._session.say(Unable(save=ref, cause=cause))
-        self._end(ref.save_id, "failed", cause)
+        is_raised = ref.is_plan_only or isinstance(error, UsageError)
+        self._end(ref.save_id, "failed", cause, is_raised=is_raised)
 
     # --- what is there
 
@@ -670,6 +761,7 @@ class Checkpointer:
         """
         self._check_open()
         _check_choice("source", source, ("auto", "storage"))
+        self._finish_copy()
         self._loads += 1
         self.wait()
 
@@ -710,6 +802,13 @@ class Checkpointer:
             process_group=self._process_group,
         )
         self._saved[name] = None
+        if report.unexpected and not partial and self.rank == 0:
+            named = ", ".join(map(repr, report.unexpected[:8]))
+            log.warning(
+                "step %s holds %s keys that the state did not ask for and that were not loaded: "
+                "%s%s; a fresh optimizer asks for nothing: pass torch's get_state_dict() instead",
+                chosen, len(report.unexpected), named, " ..." if len(report.unexpected) > 8 else "",
+            )  # fmt: skip
         return report
 
     def status(self) -> dict[str, Any]:
@@ -743,6 +842,8 @@ class Checkpointer:
             return
         self._is_closed = True
         self._finish_preparing()
+        if self._overlap is not None:
+            self._overlap.close()
         is_quiet = True
         try:
             self.wait(self._deadline_s + JOIN_S)

@@ -29,6 +29,7 @@ CODES: Final[dict[str, str]] = {
     "node-missing": "a node did not take part in the save in time",
     "save-mismatch": "ranks disagree about which save this is",
     "structure-changed": "the structure changed on some ranks, beyond what one save can mend",
+    "torn-snapshot": "tensors changed while they were copied in the background",
     "coverage-gap": "the shards of a tensor leave a gap",
     "coverage-overlap": "the shards of a tensor overlap",
     "coverage-bounds": "a shard lies outside its tensor",

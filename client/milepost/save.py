@@ -53,12 +53,14 @@ class Save:
         step: the trainer's step.
         save_id: `<attempt>-<count>`, the same on all ranks.
         stall_s: how long `save()` kept the trainer.
+        guard_s: how long the guard kept it after that, with `staging="overlap"`.
     """
 
     def __init__(self, step: int, save_id: str, abort: Callable[[], None]) -> None:
         self.step = step
         self.save_id = save_id
         self.stall_s = 0.0
+        self.guard_s = 0.0
         self._abort = abort
         self._changed = threading.Condition()
         self._phase = "staging"

@@ -391,6 +391,16 @@ class Stager:
             raise
         return slot, tuple(placed)
 
+    def targets(self, slot: Slot) -> Sequence[torch.Tensor | None]:
+        """Return where each tensor of the layout in force goes; None: it has no bytes.
+
+        These are views of the slot's image, and keep the arena mapped: drop them before `close`.
+        """
+        current = self._current
+        assert current is not None
+        assert current.arena.slots[slot.index] is slot, "the slot is of another arena"
+        return current.targets[slot.index]
+
     def copy(self, slot: Slot, items: Items, positions: Sequence[int]) -> None:
         """Copy the tensors at these positions of the layout into the slot; on return all is there.
 

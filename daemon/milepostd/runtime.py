@@ -537,7 +537,8 @@ class Runtime:
                 self.counters.message(type(command.message).__name__, "out")
                 self.transport.send(command.node, command.message)
             case MeetPeers():
-                self.transport.meet(command.nodes)
+                for envelope in self.transport.meet(command.nodes):
+                    self._post(PeerSaid(node_id=envelope.node_id, message=envelope.message))
             case SetTimer():
                 self._set_timer(command.timer, command.at_ns)
             case ClearTimer():
@@ -745,6 +746,9 @@ class Runtime:
         look = root.forestall if command.is_coordinator else root.give_up
         try:
             found = await self._in_files(partial(look, save))
+            if found == "committed" and command.is_coordinator:
+                # It was published, in an earlier life perhaps, by one who did not get to this.
+                await self._in_files(partial(root.advance_latest, save))
         except Exception as error:  # every failure becomes the command's one event
             cause = cause_of(error, node=self.node_ref.node_id)
             emit("error", "save.unresolved", job=save.job, save=save.save_id, step=save.step,

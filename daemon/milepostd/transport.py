@@ -20,6 +20,7 @@ import contextlib
 import logging
 import os
 import socket
+from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
@@ -28,6 +29,7 @@ import msgpack
 import msgspec
 import zmq
 import zmq.asyncio
+import zmq.auth
 import zmq.auth.asyncio
 
 from milepost.errors import ProtocolError, UsageError
@@ -48,6 +50,11 @@ from milepost.protocol import (
 from milepost.run_dir import SOCKET_PATH_BYTES_MAX, socket_path
 
 log = logging.getLogger(__name__)
+
+EARLY_MESSAGES_MAX: Final = 256
+EARLY_BYTES_MAX: Final = 64 << 20
+"""What is kept of nodes that no local trainer has named yet: the offers of one large node, or the
+first words of many."""
 
 IDENTITY_NAME: Final = "identity"
 
@@ -102,13 +109,38 @@ def save_identity(run_dir: Path, identity: Identity) -> None:
 
 
 class _Admission:
-    """ZAP answers: which CURVE keys may talk to the peer socket."""
+    """Which nodes may talk to this one, by their CURVE keys.
+
+    Every key is let through the handshake and its messages are judged one by one, because a refused
+    handshake ends a peer's connection for good, and a peer may well be ahead of the local trainer
+    that names it. What comes too early is kept for a while, within bounds, and judged when its key
+    becomes known.
+    """
 
     def __init__(self) -> None:
-        self.keys: set[bytes] = set()
+        self._node_of_key: dict[str, str] = {}
+        self._early: deque[tuple[str, PeerEnvelope, int]] = deque()
+        self._early_bytes = 0
 
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key in self.keys
+    def admit(self, node: NodeRef) -> list[PeerEnvelope]:
+        """Let a node in; return what it has said already."""
+        self._node_of_key[node.public_key] = node.node_id
+        mine = [envelope for key, envelope, _ in self._early if key == node.public_key]
+        kept = [entry for entry in self._early if entry[0] != node.public_key]
+        self._early = deque(kept)
+        self._early_bytes = sum(size for _, _, size in kept)
+        return [envelope for envelope in mine if envelope.node_id == node.node_id]
+
+    def judge(self, key: str, envelope: PeerEnvelope, size: int) -> bool:
+        """Say whether to take a message now; it is kept for later if its key is not known yet."""
+        known = self._node_of_key.get(key)
+        if known is not None:
+            return known == envelope.node_id
+        self._early.append((key, envelope, size))
+        self._early_bytes += size
+        while len(self._early) > EARLY_MESSAGES_MAX or self._early_bytes > EARLY_BYTES_MAX:
+            self._early_bytes -= self._early.popleft()[2]
+        return False
 
 
 class Transport:
@@ -135,6 +167,13 @@ class Transport:
 
         Raises UsageError if an address cannot be bound or the socket's path is too long.
         """
+        try:
+            self._open(peer, advertise)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, peer: str, advertise: str) -> None:
         path = str(self._socket_path)
         if len(path.encode()) > SOCKET_PATH_BYTES_MAX:
             raise UsageError(
@@ -155,9 +194,8 @@ class Transport:
 
         self._authenticator = zmq.auth.asyncio.AsyncioAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(
-            domain="*", credentials_provider=self._admission
-        )
+        # The handshake proves that a peer holds its key; whose key it is, `_Admission` judges.
+        self._authenticator.configure_curve(domain="*", location=zmq.auth.CURVE_ALLOW_ANY)
         inbox = self._make_socket(zmq.ROUTER)
         inbox.curve_server = True
         inbox.curve_secretkey = self.identity.secret_key.encode()
@@ -241,18 +279,17 @@ class Transport:
 
     # --- peers
 
-    def meet(self, nodes: tuple[NodeRef, ...]) -> None:
-        """Let these nodes talk to this one."""
-        for node in nodes:
-            self._admission.keys.add(node.public_key.encode())
+    def meet(self, nodes: tuple[NodeRef, ...]) -> list[PeerEnvelope]:
+        """Let these nodes talk to this one; return what they have said already."""
+        return [envelope for node in nodes for envelope in self._admission.admit(node)]
 
     async def serve_peers(self, take: Callable[[PeerEnvelope], Awaitable[None]]) -> None:
         """Hand each message of another node to `take`; runs until cancelled."""
         assert self._inbox is not None
         while True:
-            frames = await self._inbox.recv_multipart()
+            frames = await self._inbox.recv_multipart(copy=False)
             try:
-                envelope = decode_peer(frames[-1])
+                envelope = decode_peer(frames[-1].bytes)
             except ProtocolError as error:
                 log.warning("peer.malformed", extra={"fields": {"cause": error.message}})
                 continue
@@ -262,7 +299,9 @@ class Transport:
                     extra={"fields": {"peer": envelope.node_id, "protocol": envelope.protocol}},
                 )
                 continue
-            await take(envelope)
+            key = frames[-1].get("User-Id")
+            if self._admission.judge(str(key), envelope, len(frames[-1])):
+                await take(envelope)
 
     def send(self, node: NodeRef, message: PeerMessage) -> None:
         """Queue a message to a node. It may be lost; the core repeats what matters."""

@@ -191,7 +191,7 @@ def test_stock_torch_loads_what_two_ranks_wrote(tmp_path: Path) -> None:
         assert_loads(checkpoint)
         check_manifest(checkpoint)
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def check_manifest(checkpoint: Path) -> None:
@@ -233,7 +233,30 @@ def test_a_killed_planner_comes_back_and_still_knows_its_layouts(tmp_path: Path)
         await planner.stop()
         assert_loads(save.root.publish(SAVE))
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_planner_that_is_stuck_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        planner = Planner(tmp_path / "plans")
+        await plan(planner, Rank(0).report(), Rank(1).report())
+        first = planner.pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)
+        monkeypatch.setattr(planner_module, "ANSWER_S_MAX", 0.1)
+        stuck = await planner.make_plan("job", [])
+        monkeypatch.setattr(planner_module, "ANSWER_S_MAX", 50)
+
+        await plan(planner, Rank(0).report(), Rank(1).report())
+
+        await planner.stop()
+        assert isinstance(stuck, Cause)
+        assert "did not answer within 0.1 s" in stuck.message
+        assert not psutil.pid_exists(first)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_ranks_that_staged_under_different_plans_make_one_checkpoint(tmp_path: Path) -> None:
@@ -248,18 +271,17 @@ def test_ranks_that_staged_under_different_plans_make_one_checkpoint(tmp_path: P
         second = await plan(planner, staged, changed.report())
         save = Save(tmp_path / "root", [Rank(0), changed], {0: first[0], 1: second[1]})
         built = await save.index(planner)
-        # A rank that goes on without what the others left to it is a structure that changed.
+        # Rank 0 has not staged what it left to rank 1, which now goes on without it.
         without = Rank(1)
-        left = second[1] if unpack_assigned(second[1].assigned, 4) != [0] else first[0]
         del without.values[1:3]
         refused = await planner.make_plan("job", [staged, without.report()])
         await planner.stop()
         assert isinstance(built, IndexBuilt), built
-        assert isinstance(refused, Cause), left
+        assert isinstance(refused, Cause)
         assert refused.code == "structure-changed"
         return save.root.publish(SAVE)
 
-    checkpoint = asyncio.run(run())
+    checkpoint = asyncio.run(asyncio.wait_for(run(), 60))
 
     assert_loads(checkpoint)
     assert torch.equal(extra, load(checkpoint, extra=extra)["extra"])
@@ -304,7 +326,7 @@ def test_what_this_node_cannot_see_is_named_and_looked_for_again(
         assert nothing_yet
         assert isinstance(built, IndexBuilt), built
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_no_index_appears_where_the_fragments_and_the_reports_differ(tmp_path: Path) -> None:
@@ -321,7 +343,7 @@ def test_no_index_appears_where_the_fragments_and_the_reports_differ(tmp_path: P
         assert not (save.directory / ".metadata").exists()
         assert not (save.directory / ".milepost").exists()
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_signals_to_the_process_group_leave_the_planner_to_a_daemon_that_drains(
@@ -345,4 +367,4 @@ def test_signals_to_the_process_group_leave_the_planner_to_a_daemon_that_drains(
         assert after.code == "plan-failed"
         assert not psutil.pid_exists(pid)
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60))

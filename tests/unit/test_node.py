@@ -63,6 +63,7 @@ from milepostd.core.events import (
     FragmentFailed,
     IndexBuilt,
     IndexFailed,
+    JobRecalled,
     OutcomeFound,
     PeerSaid,
     PlanFailed,
@@ -851,27 +852,33 @@ def words() -> st.SearchStrategy[AnyEvent]:
     )
 
 
-def joined_by_two() -> Node:
-    node = Node(NodeSettings(node=HERE))
+def node_with(past: str) -> Node:
+    """A node that two ranks have joined, or that remembers them, or that knows nothing."""
+    node = Node(NodeSettings(node=HERE, is_embedded=past == "none"))
     cohort = tuple(NodeRef(name, f"tcp://{name}:1", "") for name in "AB")
-    for rank in (0, 1):
+    for rank in (0, 1) if past == "joined" else ():
         join = Join(
             job="job", attempt=1, root="/r", rank=rank, node_of_rank=(0, 0, 1), cohort=cohort
         )
         node.handle(SessionOpened(session=rank + 1), 0)
         node.handle(RankJoined(session=rank + 1, pid=1, message=join), 0)
+    if past == "recalled":
+        join = Join(job="job", attempt=1, root="/r", rank=0, node_of_rank=(0, 0, 1), cohort=cohort)
+        word = Staged(save=SAVE, layout_id="old", arena="x", slot=0, image_bytes=1)
+        staged = ((0, word), (1, word), (2, word), (9, word))
+        node.handle(JobRecalled(message=join, staged=staged, arenas=((0, "x"), (9, "y"))), 0)
     return node
 
 
 @settings(max_examples=150)
 @given(
     events=st.lists(st.tuples(words(), st.sampled_from([0.001, 1.0, 70.0])), max_size=40),
-    is_joined=st.booleans(),
+    past=st.sampled_from(["joined", "joined", "recalled", "none"]),
 )
 def test_nothing_that_others_do_in_any_order_breaks_a_node(
-    events: list[tuple[AnyEvent, float]], is_joined: bool
+    events: list[tuple[AnyEvent, float]], past: str
 ) -> None:
-    node = joined_by_two() if is_joined else Node(NodeSettings(node=HERE, is_embedded=True))
+    node = node_with(past)
     now_ns = 0
     for event, after_s in events:
         now_ns += int(after_s * SECOND_NS)

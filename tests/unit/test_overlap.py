@@ -352,11 +352,12 @@ def test_a_closure_runs_after_the_guard(bench: MakeBench, gated: GatedStreams) -
     # The opener must come first.
     made.overlap.close()
     made.overlap.arm()
-    ended: list[int] = []
+    pieces: list[int] = []
+    gated.after = lambda: pieces.append(1)
+    seen: list[int] = []
 
     def closure() -> torch.Tensor:
-        made.overlap.settle()
-        ended.append(len(made.errors))
+        seen.append(len(pieces))
         optimizer.zero_grad()
         loss = ((parameters[0] - 3) ** 2).sum()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -367,9 +368,9 @@ def test_a_closure_runs_after_the_guard(bench: MakeBench, gated: GatedStreams) -
         optimizer.step(closure)  # type: ignore[no-untyped-call]
     finally:
         opener.remove()
-    assert ended[0] == 1
-    assert made.errors == [None]
+    assert seen[0] >= 2  # the copy and the late samples
     assert torch.equal(torch.zeros(8, 4), made.image()["p"])
+    assert made.errors == [None]
 
 
 def test_another_optimizer_waits_if_it_steps_what_is_copied_and_only_then(

@@ -35,6 +35,7 @@ from milepost.protocol import (
     RankLayout,
     RankReport,
     SlotFreed,
+    Staged,
     WrittenFile,
     encode,
 )
@@ -44,10 +45,11 @@ from milepostd.core.commands import (
     GiveUp,
     MakePlan,
     Publish,
+    RemoveArenas,
     WriteFragment,
     WriteImage,
 )
-from milepostd.core.events import FileDurable, FileFailed, PeerSaid, PlanMade, RankSaid
+from milepostd.core.events import FileDurable, FileFailed, PeerSaid, PlanMade, RankSaid, SessionLost
 from milepostd.core.phases import COORDINATOR, PARTICIPANT, Phase, Trigger
 from milepostd.core.save import (
     RESEND_S,
@@ -397,6 +399,18 @@ def test_a_rank_lost_after_it_staged_does_not_keep_the_save_from_being_committed
     world.run()
     assert {"committed"} == world.verdicts(SAVE)
     assert "committed" == world.disk[KEY]
+
+
+def test_a_rank_whose_last_word_was_not_heard_is_heard_by_what_its_memory_holds() -> None:
+    world = World((2,))
+    world.stage(SAVE, 0)
+    world.run(1)
+    word = Staged(save=SAVE, layout_id="old", arena="/arenas/r1", slot=0, image_bytes=4096)
+    session = world.session_of[1]
+    world.post("A", SessionLost(session=session, reason="its process has ended", staged=(word,)))
+    world.run()
+    assert "committed" == world.disk[KEY]
+    assert RemoveArenas(paths=("/arenas/r1",)) in world.done(RemoveArenas)
 
 
 def test_a_skip_on_one_rank_ends_the_save_as_skipped_on_all() -> None:
@@ -943,14 +957,18 @@ def test_a_restarted_daemon_takes_trainers_that_do_not_come_back_for_dead() -> N
 
 
 class Choice(NamedTuple):
-    """What happens next: an item in flight, or a timer; or a fault: the item, a message, is lost, or
-    a node's daemon is killed and started anew.
+    """What happens next: an item in flight, or a fault: the item, a message, is lost, a timer fires
+    early, or a node's daemon is killed and started anew.
     """
 
     number: int = 0
     timer: str = ""
     node: str = ""
     is_lost: bool = False
+
+    @property
+    def is_restart(self) -> bool:
+        return bool(self.node) and not self.timer
 
     @property
     def is_fault(self) -> bool:
@@ -960,7 +978,8 @@ class Choice(NamedTuple):
 @dataclass
 class Walk:
     """All orders in which one save's events can happen, with at most one fault of these kinds:
-    `loss` of a message, a `resend` that comes before the answer, the `restart` of a daemon.
+    `loss` of a message, a `resend` that comes before the answer, the `restart` of a daemon, after
+    which things take their usual course.
     """
 
     begin: Callable[[], World]
@@ -980,7 +999,8 @@ class Walk:
             if state in self.seen:
                 continue
             self.seen.add(state)
-            if not world.in_flight:
+            is_restarted = bool(path) and path[-1].is_restart
+            if not world.in_flight or is_restarted:
                 # Nothing is left but timers: they heal what was lost.
                 world.run()
                 ends = frozenset(world.outcomes(SAVE) | world.verdicts(SAVE))
@@ -999,7 +1019,7 @@ class Walk:
             if choice.timer:
                 world.fire((choice.node, choice.timer))
                 continue
-            if choice.node:
+            if choice.is_restart:
                 world.restart(choice.node)
                 continue
             item = next(item for item in world.in_flight if item.number == choice.number)

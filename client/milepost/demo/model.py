@@ -19,8 +19,8 @@ from milepost.errors import UsageError
 
 VOCABULARY: Final = 256
 CONTEXT: Final = 64
-WIDTH: Final = 192
-LAYERS: Final = 4
+WIDTH: Final = 256
+LAYERS: Final = 2
 HEADS: Final = 4
 DROPOUT: Final = 0.1
 

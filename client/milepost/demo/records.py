@@ -25,12 +25,19 @@ class Stepped(msgspec.Struct, frozen=True, tag="step"):
     ended_s: float
 
 
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank has of one value."""
+
+    rows: int
+    """How many rows of a tensor sharded by rows; -1: this is the whole value."""
+    digest: str
+
+
 class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
-    """What the state was: digests by the key that torch gives each value in a checkpoint."""
+    """What this rank's state was, by the key that torch gives each value in a checkpoint."""
 
     step: int
-    digests: dict[str, str]
-    """Rank 0 has those of whole tensors and objects; each rank those of its own state."""
+    parts: dict[str, Part]
     is_resumed: bool
     """Read back after a load, not about to be saved."""
 

@@ -3,8 +3,8 @@ witness beside it.
 
 `python -m milepost.demo.trainer ROOT RECORDS ATTEMPT STEPS EVERY`, with the environment that
 torchrun gives and `MILEPOST_RUN_DIR` of the node's daemon. Resumes from the newest checkpoint below
-ROOT if there is one. The witness writes what the state was at each save, and what it is after a
-resume, to RECORDS: whole tensors by digest, gathered by torch alone.
+ROOT if there is one. The witness writes digests of what this rank's state was at each save, and of
+what it is after a resume, to RECORDS; it uses torch alone.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from milepost import Checkpointer, Save
-from milepost.demo.judge import digest, whole
+from milepost.demo.judge import digest
 from milepost.demo.model import LanguageModel, Sampler, read_text
-from milepost.demo.records import Called, Ended, Finished, Recorded, Stepped, Writer, file_of
+from milepost.demo.records import Called, Ended, Finished, Part, Recorded, Stepped, Writer, file_of
 
 BATCH: Final = 4
 """Pieces of text a rank and step."""
@@ -84,15 +85,23 @@ class Trainer:
         torch.set_rng_state(report.per_rank["rng"])
 
 
-def record(
-    state: dict[str, Any], own: dict[str, torch.Tensor], rank: int, step: int, is_resumed: bool
-) -> Recorded:
-    """Return the digests of a state. All ranks call it, since whole tensors are gathered."""
+def part_of(value: Any) -> Part:
+    """Return what this rank has of a value."""
+    if not isinstance(value, DTensor):
+        return Part(-1, digest(value))
+    # `fully_shard` on one mesh dimension shards by rows; anything else would be judged wrongly.
+    assert value.placements == (Shard(0),)
+    local = value.to_local()
+    return Part(local.shape[0], digest(local))
+
+
+def record(trainer: Trainer, state: dict[str, Any], rank: int, is_resumed: bool) -> Recorded:
+    """Return what this rank's state is. Calls no other rank."""
     # torch's own function names the keys: what milepost calls them is what is to be judged.
-    gathered = {key: whole(value) for key, value in flatten_state_dict(state)[0].items()}
-    digests = {key: digest(value) for key, value in gathered.items()} if rank == 0 else {}
-    digests |= {f"per_rank/{rank}/{key}": digest(value) for key, value in own.items()}
-    return Recorded(step, digests, is_resumed)
+    parts = {key: part_of(value) for key, value in flatten_state_dict(state)[0].items()}
+    own = {f"per_rank/{rank}/{key}": value for key, value in trainer.own_state().items()}
+    parts |= {key: part_of(value) for key, value in own.items()}
+    return Recorded(trainer.step, parts, is_resumed)
 
 
 def train(root: Path, writer: Writer, steps: int, every: int) -> None:
@@ -101,8 +110,8 @@ def train(root: Path, writer: Writer, steps: int, every: int) -> None:
     with Checkpointer(root) as ck:
         if ck.latest() is not None:
             trainer.resume(ck)
-            writer.write(record(trainer.state(), trainer.own_state(), rank, trainer.step, True))
-        ck.prepare(trainer.state())
+            writer.write(record(trainer, trainer.state(), rank, is_resumed=True))
+        ck.prepare(trainer.state(), per_rank=trainer.own_state())
         last = None
         while trainer.step < steps:
             began_s = time.monotonic()
@@ -120,17 +129,15 @@ def save(ck: Checkpointer, trainer: Trainer, writer: Writer, rank: int) -> Save:
     began_s = time.monotonic()
     state, own = trainer.state(), trainer.own_state()
     state_s = time.monotonic() - began_s
-    writer.write(record(state, own, rank, trainer.step, False))
-    # The witness keeps rank 0 longer than the others, which is not to count as milepost's time.
+    writer.write(record(trainer, state, rank, is_resumed=False))
+    # The witness keeps some ranks longer than others, which is not to count as milepost's time.
     dist.barrier()
     began_s = time.monotonic()
     made = ck.save(trainer.step, state, per_rank=own)
     stall_s = time.monotonic() - began_s
     writer.write(Called(made.step, made.save_id, began_s, stall_s, state_s))
     made.add_done_callback(
-        lambda ended: writer.write(
-            Ended(ended.step, ended.save_id, ended.phase, time.monotonic())
-        )
+        lambda ended: writer.write(Ended(ended.step, ended.save_id, ended.phase, time.monotonic()))
     )
     return made
 

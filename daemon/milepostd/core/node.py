@@ -228,7 +228,8 @@ class Node:
                 fields={"job": job.job, "attempt": job.attempt}),
         ]  # fmt: skip
         for rank, staged in event.staged:
-            if staged.save.job == job.job and save_order(staged.save)[0] == job.attempt:
+            is_ours = rank in job.seats and staged.save.job == job.job
+            if is_ours and save_order(staged.save)[0] == job.attempt:
                 commands += self._take_word(job, rank, staged, now_ns)
         return commands + self._replay_early(job.job, now_ns)
 

@@ -1,0 +1,181 @@
+"""The planner for many ranks: the real child process, given what a coordinator would give it.
+
+One process plays all ranks: their offers, and later their manifest fragments and (sparse) data
+files. Nine in ten tensors are sharded over all ranks, the rest are replicas.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Final
+
+from benchmarks.results import Planned
+from milepost.format.layout import PAGE_BYTES, align, place
+from milepost.format.manifest import FRAGMENT_PREFIX, Fragment, FragmentFile, encode
+from milepost.offer import Kind, Offer, encode_offer, unpack_assigned
+from milepost.protocol import RankReport, SaveRef, WrittenFile
+from milepost.storage import Root
+from milepostd.planner import (
+    FRAME_HEADER,
+    AnyAnswer,
+    AnyRequest,
+    Failed,
+    IndexBuilt,
+    IndexWanted,
+    PlanMade,
+    PlanWanted,
+    Warm,
+    decode_body,
+    encode_frame,
+)
+
+JOB: Final = "planning"
+RANKS_A_NODE: Final = 8
+COLUMNS: Final = 1024
+CONTAINER_BYTES: Final = 4 * COLUMNS + 1536
+REPLICA_EVERY: Final = 10
+"""One tensor in so many is a replica."""
+
+
+def offer_of(rank: int, ranks: int, tensors: int) -> Offer:
+    """Return what a rank offers: one row of each sharded tensor, and every replica."""
+    kinds = bytes(
+        Kind.TENSOR if item % REPLICA_EVERY == 0 else Kind.SHARD for item in range(tensors)
+    )
+    is_shard = [kind == Kind.SHARD for kind in kinds]
+    keys = tuple(f"model.layers.{item // 12}.part{item % 12}.weight" for item in range(tensors))
+    return Offer(
+        keys=keys,
+        kinds=kinds,
+        dtypes=("float32",) * tensors,
+        global_sizes=tuple((ranks if shard else 1, COLUMNS) for shard in is_shard),
+        offsets=tuple((rank if shard else 0, 0) for shard in is_shard),
+        sizes=((1, COLUMNS),) * tensors,
+        container_bytes=(CONTAINER_BYTES,) * tensors,
+        requires_grad=bytes(tensors),
+        pinned=bytes(tensors),
+        digests=(-1,) * tensors,
+        paths=tuple(tuple(key.split(".")) for key in keys),
+    )
+
+
+def plan(folder: Path, ranks: int, tensors: int) -> Planned:
+    """Plan for so many ranks and index what they are said to have written; below `folder`, which is
+    made and deleted.
+    """
+    root = Root(folder / "root")
+    root.prepare()
+    reports = tuple(
+        RankReport(
+            rank, fingerprint="structure", offer=encode_offer(offer_of(rank, ranks, tensors))
+        )
+        for rank in range(ranks)
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-m", "milepostd.planner_child", str(folder / "plans"), "0"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        ask = _Asking(child)
+        ask(Warm(call=0))
+        began_s = time.perf_counter()
+        made = ask(PlanWanted(call=1, job=JOB, reports=reports))
+        plan_s = time.perf_counter() - began_s
+        assert isinstance(made, PlanMade), made
+        plan_memory_bytes = ask.memory_bytes()
+        index_s = []
+        for count in (1, 2):
+            save = SaveRef(JOB, f"1-{count}", count, f"step_{count}")
+            wanted = _write(root, save, made, tensors)
+            began_s = time.perf_counter()
+            built = ask(wanted)
+            index_s.append(time.perf_counter() - began_s)
+            assert isinstance(built, IndexBuilt), built
+        return Planned(
+            ranks=ranks,
+            tensors=tensors,
+            plan_s=plan_s,
+            plan_memory_bytes=plan_memory_bytes,
+            index_s=index_s[0],
+            later_index_s=index_s[1],
+            index_memory_bytes=ask.memory_bytes(),
+        )
+    finally:
+        child.kill()
+        child.communicate()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Asking:
+    """The daemon's side of the pipe."""
+
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        self._requests, self._answers = child.stdin, child.stdout
+        self._pid = child.pid
+
+    def __call__(self, request: AnyRequest) -> AnyAnswer:
+        self._requests.write(encode_frame(request))
+        self._requests.flush()
+        (length,) = FRAME_HEADER.unpack(_read(self._answers, FRAME_HEADER.size))
+        answer: AnyAnswer = decode_body(_read(self._answers, length), AnyAnswer)
+        if isinstance(answer, Failed):
+            raise RuntimeError(f"the planner refused: {answer.cause.message}")
+        return answer
+
+    def memory_bytes(self) -> int:
+        """Return the most memory that the child has had."""
+        status = Path(f"/proc/{self._pid}/status").read_text()
+        found = re.search(r"VmHWM:\s+(\d+) kB", status)
+        assert found is not None
+        return int(found[1]) << 10
+
+
+def _read(stream: IO[bytes], length: int) -> bytes:
+    data = stream.read(length)
+    if len(data) < length:
+        raise RuntimeError("the planner's process has died")
+    return data
+
+
+def _write(root: Root, save: SaveRef, made: PlanMade, tensors: int) -> IndexWanted:
+    """Leave behind what all nodes would have written by now, the data files sparse."""
+    directory = root.open_save(save)
+    files, fragments = [], []
+    for layout in made.layouts:
+        count = len(unpack_assigned(layout.assigned, tensors))
+        length = align(place([CONTAINER_BYTES] * count).objects_at, PAGE_BYTES)
+        written = WrittenFile(layout.rank, layout.layout_id, f"__{layout.rank}_0.distcp", length)
+        with (directory / written.file).open("wb") as file:
+            os.truncate(file.fileno(), length)
+        files.append(written)
+        fragments.append(
+            FragmentFile(
+                rank=layout.rank,
+                layout_id=layout.layout_id,
+                file=written.file,
+                file_bytes=length,
+                crcs=tuple(range(count)),
+                objects=(),
+            )
+        )
+    names = []
+    for node, first in enumerate(range(0, len(fragments), RANKS_A_NODE)):
+        fragment = Fragment(
+            node_id=f"node{node}",
+            save_id=save.save_id,
+            files=tuple(fragments[first : first + RANKS_A_NODE]),
+        )
+        names.append(f"{FRAGMENT_PREFIX}node{node}")
+        (directory / names[-1]).write_bytes(encode(fragment))
+    return IndexWanted(
+        call=2, root=str(root.path), save=save, files=tuple(files), fragments=tuple(names)
+    )

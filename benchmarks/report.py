@@ -1,0 +1,231 @@
+"""Results as people read them: ratios within one run, and how they stand to the bars.
+
+Every number is a quotient of two quantities of the same run; what each is divided by stands in the
+table's head. Spreads are the lowest and the highest value over the median of the divisor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.results import BARE_WRITER, OTHERS, OURS, Cost, Measured, Results, Spread
+
+SLOTS: Final = 2
+"""Images that a rank has room for, by default."""
+
+TITLES: Final = {
+    "large": "1.5 GiB in 64 tensors",
+    "small": "80 MiB in 11,000 tensors",
+    "ranks": "1 GiB on two ranks, in shards and replicas",
+}
+
+HEAD: Final = (
+    "system",
+    "first save() / copy",
+    "save() / copy",
+    "guard / copy",
+    "step / quiet step",
+    "lost / copy",
+    "processor / copy",
+    "committed / floor",
+    "shared memory / state",
+    "all memory / state",
+    "descriptors",
+)
+"""copy: one thread copies the rank's part of the state into shared memory that was touched before.
+floor: that copy, then a sequential direct write and fsync of the same bytes."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A limit that the design sets, and where this run stands."""
+
+    what: str
+    limit: str
+    share: float
+    """Measured over limit: at most 1 holds."""
+
+
+def _ratio(values: Spread | None, divisor: float) -> str:
+    if values is None:
+        return "–"
+    median, low, high = (value / divisor for value in (values.median, values.low, values.high))
+    return f"{_number(median)} ({_number(low)}–{_number(high)})"
+
+
+def _number(value: float) -> str:
+    """Write with three significant digits or two decimals, whichever is shorter."""
+    if abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def _row(name: str, cost: Cost, measured: Measured) -> tuple[str, ...]:
+    copy_s, floor_s = _copy_s(measured), _floor_s(measured)
+    return (
+        name if cost.is_synced else f"{name} (not synced)",
+        _ratio(cost.first_stall_s, copy_s),
+        _ratio(cost.stall_s, copy_s),
+        _ratio(cost.guard_s, copy_s),
+        _ratio(cost.slow_down, 1),
+        _ratio(cost.lost_s, copy_s),
+        _ratio(cost.cpu_s, copy_s),
+        _ratio(cost.commit_s, floor_s),
+        _ratio(cost.shared_bytes, measured.state_bytes),
+        _ratio(cost.memory_bytes, measured.state_bytes),
+        f"{cost.descriptors.median:.0f}",
+    )
+
+
+def _copy_s(measured: Measured) -> float:
+    return measured.floors.copy_s.median
+
+
+def _floor_s(measured: Measured) -> float:
+    return measured.floors.copy_s.median + measured.floors.write_s.median
+
+
+def _rows(measured: Measured) -> Iterator[tuple[str, ...]]:
+    for name, cost in measured.costs.items():
+        yield _row(name, cost, measured)
+    if measured.bare_writer is not None:
+        bare, copy_s = measured.bare_writer, _copy_s(measured)
+        yield (
+            BARE_WRITER, "", "", "", _ratio(bare.slow_down, 1), _ratio(bare.lost_s, copy_s),
+            _ratio(bare.cpu_s, copy_s), _ratio(bare.commit_s, _floor_s(measured)), "", "", "",
+        )  # fmt: skip
+
+
+def bars(results: Results) -> list[Bar]:
+    """Return how the run stands to the limits of the design; those in absolute terms only for full
+    sizes.
+    """
+    found: list[Bar] = []
+    is_full = results.options.size == 1
+    for name, measured in results.workloads.items():
+        ours = {system: measured.costs[system] for system in OURS if system in measured.costs}
+        for system, cost in ours.items():
+            found += _stall_bars(name, system, cost, measured, is_full)
+            found += _shared_bars(f"{name}, {system}: ", cost, measured)
+            if is_full:
+                found += _absolute_bars(name, f"{name}, {system}: ", cost)
+    limits: tuple[tuple[int, float], ...] = ((64, 1.0), (1024, 8.0))
+    for planned in results.planning:
+        for ranks, limit_s in limits:
+            if planned.ranks == ranks:
+                what = f"plan for {ranks} ranks of {planned.tensors} tensors"
+                found.append(Bar(what, f"{limit_s:g} s", planned.plan_s / limit_s))
+        if planned.ranks == 1024:
+            found.append(Bar("memory of that plan", "3 GiB", planned.plan_memory_bytes / 3 / 2**30))
+            found.append(Bar("`.metadata` of that plan", "40 s", planned.index_s / 40))
+    return found
+
+
+def _stall_bars(
+    name: str, system: str, cost: Cost, measured: Measured, is_full: bool
+) -> Iterator[Bar]:
+    for what, stall in (("first save()", cost.first_stall_s), ("save()", cost.stall_s)):
+        text = f"{name}, {system}: {what}"
+        if system == "milepost" and name != "small":
+            yield Bar(text, "1.25 copies", stall.median / _copy_s(measured) / 1.25)
+        elif is_full:
+            limit_s = 0.040 if system == "milepost" else 0.025 if name == "small" else 0.002
+            yield Bar(text, f"{limit_s * 1000:g} ms", stall.median / limit_s)
+
+
+def _shared_bars(text: str, cost: Cost, measured: Measured) -> Iterator[Bar]:
+    bare = measured.bare_writer
+    if cost.slow_down is not None and bare is not None and bare.slow_down is not None:
+        if measured.world > 1:
+            yield Bar(f"{text}step", "1.15 quiet steps", cost.slow_down.median / 1.15)
+        else:
+            limit = bare.slow_down.median + 0.03
+            yield Bar(f"{text}step", "beside the bare writer + 0.03", cost.slow_down.median / limit)
+    others = [measured.costs[other].lost_s.median for other in OTHERS if other in measured.costs]
+    if others:
+        limit_s = min(others) / 3
+        # What noise makes negative is no training lost.
+        share = max(0.0, cost.lost_s.median) / limit_s if limit_s > 0 else float("inf")
+        yield Bar(f"{text}training time lost", "1/3 of the best other", share)
+    limit_bytes = SLOTS * 1.1 * measured.state_bytes
+    yield Bar(
+        f"{text}shared memory", "slots x image + 10 %", cost.shared_bytes.median / limit_bytes
+    )
+    if measured.world == 1 and measured.tensors <= 64:
+        limit_s = 1.3 * _floor_s(measured)
+        yield Bar(f"{text}committed", "1.3 floors", cost.commit_s.median / limit_s)
+
+
+def _absolute_bars(name: str, text: str, cost: Cost) -> Iterator[Bar]:
+    if name == "large":
+        yield Bar(f"{text}processor time", "0.4 s", cost.cpu_s.median / 0.4)
+    if name == "small":
+        yield Bar(f"{text}committed", "0.3 s", cost.commit_s.median / 0.3)
+
+
+# --- forms --------------------------------------------------------------------------------------
+
+
+def table(results: Results) -> RenderableType:
+    """Return the results for a terminal."""
+    parts: list[RenderableType] = []
+    for name, measured in results.workloads.items():
+        grid = Table(*HEAD, title=_title(name, results), title_justify="left")
+        for column in grid.columns[1:]:
+            column.justify = "right"
+        for row in _rows(measured):
+            grid.add_row(*row, style="bold" if row[0] in OURS else "")
+        parts.append(grid)
+        parts += [Text(f"{system}: {why}") for system, why in measured.failures.items()]
+    parts += [Text(f"{name}: {why}") for name, why in results.failures.items()]
+    grid = Table("bar", "limit", "share of it", title="bars", title_justify="left")
+    for bar in bars(results):
+        grid.add_row(bar.what, bar.limit, _number(bar.share), style="" if bar.share <= 1 else "red")
+    parts.append(grid)
+    return Group(*parts)
+
+
+def page(results: Results) -> str:
+    """Return the results as Markdown."""
+    machine = results.machine
+    floors = {name: measured.floors for name, measured in results.workloads.items()}
+    buffered = [name for name, floor in floors.items() if not floor.is_direct]
+    packages = ", ".join(f"{name} {number}" for name, number in machine.packages.items())
+    lines = [
+        f"Run of {results.at[:10]} on {machine.cores} cores ({machine.processor}), "
+        f"{machine.memory_bytes / 2**30:.0f} GiB of memory, device {machine.device}, "
+        f"{machine.file_system}, Linux {machine.kernel}, Python {machine.python}; {packages}. "
+        f"Sizes x {results.options.size:g}, rounds: {results.options.repeats}, "
+        f"each of {results.options.saves} saves beside training; load average at the start "
+        f"{machine.load:.1f}.",
+    ]
+    if buffered:
+        lines += ["", f"No direct writes there: {', '.join(buffered)}."]
+    for name, measured in results.workloads.items():
+        lines += ["", f"### {_title(name, results)}", "", *_markdown(HEAD, _rows(measured))]
+        lines += ["", *(f"* {system}: {why}" for system, why in measured.failures.items())]
+    lines += ["", *(f"* {name}: {why}" for name, why in results.failures.items())]
+    rows = ((bar.what, bar.limit, _number(bar.share)) for bar in bars(results))
+    lines += ["", "### Bars", "", *_markdown(("bar", "limit", "share of it"), rows)]
+    text = "\n".join(lines) + "\n"
+    while "\n\n\n" in text:
+        text = text.replace("\n\n\n", "\n\n")
+    return text
+
+
+def _title(name: str, results: Results) -> str:
+    size = results.options.size
+    return f"{name}: {TITLES[name]}" + ("" if size == 1 else f", x {size:g}")
+
+
+def _markdown(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'|'.join(' --- ' if index == 0 else ' ---: ' for index in range(len(head)))}|"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"

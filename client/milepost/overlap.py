@@ -1,0 +1,989 @@
+"""Copying behind forward and backward: what may be copied late, the copy, the guard, the check.
+
+Owns which tensors a torch optimizer changes in its step and nowhere else, the background copy of
+these, the hook that keeps the next step from overtaking the copy, and the samples that find a copy
+that was overtaken all the same. It must not know of daemons, plans or slots: where things go comes
+as views of an image, and how a copy ended goes to a callback.
+
+Host memory is the plain case: work is done where it is given, and who waits, waits on the host. A
+device has queues; there work is only given to a side stream, and who waits, is a stream.
+
+Sources: torch/optim/optimizer.py (`profile_hook_step`), torch/cuda/streams.py, the notes on CUDA
+semantics and `Tensor.record_stream` in torch's manual (2.13).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import threading
+import time
+import weakref
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, compress
+from math import prod
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from milepost.errors import MilepostError, SaveFailed, UsageError
+from milepost.format.layout import align
+from milepost.offer import Box, Kind
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from milepost.state import Items
+
+log = logging.getLogger("milepost")
+
+CHUNK_BYTES: Final = 64 << 20
+"""What one call copies, unless one tensor is larger: enough to be bound by memory, and short."""
+
+CHUNK_TENSORS: Final = 1024
+"""What one call copies at most: making its arguments holds the GIL, the call does not."""
+
+SAMPLE_ELEMENTS: Final = 4
+"""Elements of a tensor that are read again, at most: the first, the last, and between them one or
+two where they can be spread evenly. The ends tell most: a copy and a change that run through a
+tensor at different speeds leave at least one of them behind."""
+
+EARLY_MAX: Final = 128
+"""Tensors that are sampled before `save()` returns too: each costs a microsecond or two there."""
+
+CLONE_BYTES_MAX: Final = 256 << 20
+"""Device memory that a save may take for clones of what is not guarded. What does not fit is copied
+before `save()` returns, which waits for the device."""
+
+BLOCKING_HINT: Final = "or use staging='blocking'"
+
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
+
+
+# --- queues -------------------------------------------------------------------------------------
+
+
+class Streams(Protocol):
+    """The copy's queue on one device, and its relation to the stream the caller works on."""
+
+    def fork(self) -> None:
+        """Let the copy's queue wait for all that the current stream was given so far."""
+
+    def here(self, work: Callable[[], None]) -> None:
+        """Give work to the current stream."""
+
+    def give(self, work: Callable[[], None]) -> None:
+        """Give work to the copy's queue."""
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See that memory that is freed is not used anew before the copy's queue is past now."""
+
+    def mark(self) -> Any:
+        """Return a mark in the copy's queue, after all that it was given so far."""
+
+    def hold(self, mark: Any) -> None:
+        """Let the current stream wait for the mark; the host does not."""
+
+    def join(self, mark: Any) -> None:
+        """Wait on the host until the mark was passed, without the GIL."""
+
+
+class HostStreams:
+    """Host memory: work is done at once, on the calling thread, so there is nothing to wait for."""
+
+    def fork(self) -> None:
+        pass
+
+    def here(self, work: Callable[[], None]) -> None:
+        work()
+
+    def give(self, work: Callable[[], None]) -> None:
+        work()
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def mark(self) -> None:
+        return None
+
+    def hold(self, mark: None) -> None:
+        pass
+
+    def join(self, mark: None) -> None:
+        pass
+
+
+class CudaStreams:
+    """A CUDA device: a side stream of its own, and events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def fork(self) -> None:
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+
+    def here(self, work: Callable[[], None]) -> None:
+        with torch.cuda.device(self._device):
+            work()
+
+    def give(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._side):
+            work()
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            tensor.record_stream(self._side)
+
+    def mark(self) -> Any:
+        # Blocking: who joins sleeps, instead of spinning on a core of the trainer's.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._side)
+        return event
+
+    def hold(self, mark: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def join(self, mark: Any) -> None:
+        mark.synchronize()
+
+
+def default_streams(device: torch.device) -> Streams:
+    """Return what fits a device. Raises UsageError for one whose queues are not known here."""
+    if device.type == "cpu":
+        return HostStreams()
+    if device.type == "cuda":
+        return CudaStreams(device)
+    raise UsageError(
+        "usage",
+        f"staging='overlap' knows host memory and CUDA, and a parameter is on {device}",
+        "use staging='blocking'",
+    )
+
+
+# --- which memory an optimizer changes ----------------------------------------------------------
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return how many bytes lie from a tensor's first element to its last, both included."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    if not tensor.numel():
+        return 0
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return (last + 1) * tensor.itemsize
+
+
+def _ranges(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Return where each tensor begins and how many bytes it extends over. Loops in C: there may be
+    10,000, and the trainer waits.
+    """
+    pointers = list(map(torch.Tensor.data_ptr, tensors))
+    if all(map(torch.Tensor.is_contiguous, tensors)):
+        return pointers, list(map(attrgetter("nbytes"), tensors))
+    return pointers, list(map(_extent, tensors))
+
+
+class Spans:
+    """The memory of some tensors, as ranges of addresses: device and host share one space."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    @cached_property
+    def _bytes(self) -> dict[int, int]:
+        """Length of the longest range that starts at each address."""
+        found: dict[int, int] = {}
+        for pointer, nbytes in zip(*_ranges(self._tensors), strict=True):
+            if nbytes > found.get(pointer, 0):
+                found[pointer] = nbytes
+        return found
+
+    @cached_property
+    def _sorted(self) -> tuple[list[int], list[int]]:
+        """Where ranges start, ascending, and how far any of those up to each one reaches."""
+        starts = sorted(self._bytes)
+        return starts, list(accumulate((start + self._bytes[start] for start in starts), max))
+
+    def held(self, tensors: Sequence[torch.Tensor]) -> list[bool]:
+        """Tell of each tensor whether all of it lies within one of the ranges; one without bytes
+        does not.
+        """
+        known = self._bytes
+        return [
+            # A parameter that is a view of a flat one begins inside a range.
+            known.get(pointer, 0) >= nbytes > 0
+            or (nbytes > 0 and self._reach(bisect_right, pointer) >= pointer + nbytes)
+            for pointer, nbytes in zip(*_ranges(tensors), strict=True)
+        ]
+
+    def find(self, items: Items) -> frozenset[int]:
+        """Return the items whose tensors lie within the ranges."""
+        # An optimizer's state dict holds the very tensors, which is cheaper to see than addresses.
+        own = set(map(id, self._tensors))
+        same = [item for item, source in enumerate(items.sources) if id(source) in own]
+        known = set(same)
+        others = [
+            item
+            for item, kind in enumerate(items.kinds)
+            if kind != Kind.OBJECT and item not in known
+        ]
+        if others:
+            same += compress(others, self.held([items.sources[item] for item in others]))
+        return frozenset(same)
+
+    def meet(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether any byte of the tensors is in one of the ranges."""
+        return any(
+            nbytes and self._reach(bisect_left, pointer + nbytes) > pointer
+            for pointer, nbytes in zip(*_ranges(tensors), strict=True)
+        )
+
+    def _reach(self, bisect: Callable[[list[int], int], int], address: int) -> int:
+        """Return how far the ranges reach that start up to (or before) an address."""
+        starts, reaches = self._sorted
+        at = bisect(starts, address) - 1
+        return reaches[at] if at >= 0 else 0
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor's memory on this rank as a plain tensor; None if it has none of its own."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    try:
+        return tensor if tensor.data_ptr() else None
+    except RuntimeError:
+        return None  # a wrapper subclass; the state refuses it by name
+
+
+def _leaves(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what an optimizer holds for a parameter; LBFGS nests them in lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _leaves(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(inner)
+
+
+_PLAIN: Final = frozenset({torch.Tensor, nn.Parameter})
+_NO_TENSOR: Final = frozenset({int, float, bool, str, type(None)})
+
+
+def _memory(values: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the memory on this rank of all tensors among some values, or nested in them."""
+    classes = set(map(type, values))
+    if classes <= _PLAIN:
+        return list(values)
+    if classes <= _PLAIN | _NO_TENSOR:
+        return [value for value in values if type(value) in _PLAIN]
+    with torch.no_grad():
+        return [
+            part
+            for value in values
+            for leaf in _leaves(value)
+            if (part := _local(leaf)) is not None
+        ]
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def stepped(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the memory that an optimizer changes in its steps and, by its contract, nowhere else:
+    parameters and state. A learning rate that is a tensor is not: schedulers change it.
+    """
+    state: list[Any] = []
+    for entry in optimizer.state.values():
+        state += entry.values() if type(entry) is dict else (entry,)
+    return _memory(_parameters(optimizer)) + _memory(state)
+
+
+def check_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:
+    """Return the optimizers as a tuple.
+
+    Raises UsageError for what does not fire torch's hook before it changes parameters.
+    """
+    if optimizer is None:
+        raise UsageError(
+            "usage",
+            "staging='overlap' without optimizer=: nothing would tell when parameters change",
+            f"pass the optimizer, or several in a list, {BLOCKING_HINT}",
+        )
+    given = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    for each in given:
+        if not isinstance(each, Optimizer):
+            raise UsageError(
+                "usage",
+                f"optimizer= holds a {type(each).__name__}, which is no torch.optim.Optimizer and "
+                "does not announce its steps",
+                "pass the torch optimizer inside it if it has one and calls its step(), "
+                f"{BLOCKING_HINT}",
+            )
+        if not getattr(type(each).step, "hooked", False):
+            raise UsageError(
+                "usage",
+                f"the step of {type(each).__name__} does not run torch's hooks: its class does not "
+                "call Optimizer.__init__",
+                f"pass the optimizer that it wraps, {BLOCKING_HINT}",
+            )
+    if not given:
+        raise UsageError("usage", "optimizer= is empty", f"pass an optimizer, {BLOCKING_HINT}")
+    return given
+
+
+def _refuse(what: str, hint: str) -> UsageError:
+    return UsageError("usage", f"staging='overlap' cannot hold: {what}", f"{hint}, {BLOCKING_HINT}")
+
+
+class Selection(NamedTuple):
+    """What of a state may be copied late."""
+
+    spans: Spans
+    """The memory that the optimizers change."""
+    items: frozenset[int]
+    """The items that lie in it."""
+
+
+class Split(NamedTuple):
+    """The tensors of a layout by how they are copied, each by its position in the layout."""
+
+    now: list[int]
+    """Before `save()` returns."""
+    guarded: list[int]
+    """In the background: an optimizer's."""
+    cloned: list[int]
+    """In the background, from a clone on their device: not an optimizer's, but on a device."""
+
+
+class LayoutColumns(Protocol):
+    """Where the tensors of a layout lie in an image, as `staging` has it."""
+
+    @property
+    def items(self) -> tuple[int, ...]: ...
+    @property
+    def dtypes(self) -> tuple[torch.dtype | None, ...]: ...
+    @property
+    def sizes(self) -> tuple[Box, ...]: ...
+    @property
+    def payloads_at(self) -> tuple[int, ...]: ...
+
+
+# --- samples ------------------------------------------------------------------------------------
+
+
+def _sample_count(total: int) -> int:
+    """Return how many elements to read of so many: the last must be a whole number of strides from
+    the first.
+    """
+    if total < 2:
+        return total
+    return next(count for count in range(SAMPLE_ELEMENTS, 1, -1) if (total - 1) % (count - 1) == 0)
+
+
+class Sampler:
+    """Reads a few elements of each of some tensors, and the same elements from an image.
+
+    Made once a layout, used by one save at a time. What it knows of a tensor is size and dtype;
+    the tensors themselves come with each reading.
+    """
+
+    def __init__(
+        self, sizes: Sequence[Box], dtypes: Sequence[torch.dtype], payloads_at: Sequence[int]
+    ) -> None:
+        self._sizes = sizes
+        self._dtypes = dtypes
+        self._payloads_at = payloads_at
+        totals = [prod(size) for size in sizes]
+        self._counts = list(map(_sample_count, totals))
+        self._strides = [
+            (total - 1) // (count - 1) if count > 1 else 1
+            for total, count in zip(totals, self._counts, strict=True)
+        ]
+        self._shapes = [((count,), (stride,)) for count, stride in
+                        zip(self._counts, self._strides, strict=True)]  # fmt: skip
+        self._starts = []
+        end = 0
+        for count, dtype in zip(self._counts, dtypes, strict=True):
+            self._starts.append(end)
+            # Every element type then begins at a multiple of its size.
+            end = align(end + count * dtype.itemsize, 16)
+        self._bytes = end
+        self._scratch: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+        self._host: torch.Tensor | None = None
+        self._rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def _make_room(self, device: torch.device) -> None:
+        if self._scratch is not None and self._scratch.device == device:
+            return
+        self._scratch = torch.zeros(self._bytes, dtype=torch.uint8, device=device)
+        self._host = (
+            self._scratch
+            if device.type == "cpu"
+            else torch.zeros(self._bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        )
+        typed = {dtype: self._scratch.view(dtype) for dtype in set(self._dtypes)}
+        self._views = [
+            typed[dtype].as_strided((count,), (1,), start // dtype.itemsize)
+            for dtype, count, start in zip(self._dtypes, self._counts, self._starts, strict=True)
+        ]
+
+    def read(self, sources: Sequence[torch.Tensor]) -> None:
+        """Read the elements; on a device, when the stream comes to it. All on one device."""
+        if not sources:
+            return
+        self._make_room(sources[0].device)
+        with torch.no_grad():
+            torch._foreach_copy_(
+                self._views,
+                [
+                    source.as_strided(size, stride)
+                    if source.is_contiguous()
+                    else self._elements(source, index)
+                    for index, (source, (size, stride)) in enumerate(
+                        zip(sources, self._shapes, strict=True)
+                    )
+                ],
+                non_blocking=True,
+            )
+
+    def _elements(self, source: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the elements of a tensor whose memory is not in the order of its elements."""
+        picked = []
+        for number in range(self._counts[index]):
+            element, rest = source, number * self._strides[index]
+            for size in reversed(source.shape):
+                rest, at = divmod(rest, size)
+                element = element.select(-1, at)
+            picked.append(element)
+        return torch.stack(picked)
+
+    def fetch(self) -> None:
+        """Bring what was read to host memory, when the stream comes to it."""
+        if self._host is not None and self._host is not self._scratch:
+            assert self._scratch is not None
+            self._host.copy_(self._scratch, non_blocking=True)
+
+    def differing(self, image: torch.Tensor) -> list[int]:
+        """Return which tensors differ from the image (its bytes) in what was read, bit for bit."""
+        if self._host is None:
+            return []
+        if self._rows is None:
+            self._rows = self._addresses()
+        owners, here, there = self._rows
+        is_other = self._host[here] != image[there]
+        if not bool(is_other.any()):
+            return []
+        return sorted(set(owners[is_other].tolist()))
+
+    def _addresses(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return for every byte read its tensor, its place among the samples and in the image."""
+        itemsizes = _column([dtype.itemsize for dtype in self._dtypes])
+        counts, strides = _column(self._counts), _column(self._strides)
+        starts, payloads_at = _column(self._starts), _column(self._payloads_at)
+        numbers = _column(range(SAMPLE_ELEMENTS)).view(1, -1, 1)
+        within = _column(range(int(itemsizes.max()))).view(1, 1, -1)
+        is_read = (numbers < counts) & (within < itemsizes)
+        owners = _column(range(len(self._counts))).expand_as(is_read)
+        here = starts + numbers * itemsizes + within
+        there = payloads_at + numbers * strides * itemsizes + within
+        return owners[is_read], here[is_read], there[is_read]
+
+
+def _column(values: Sequence[int]) -> torch.Tensor:
+    """Return numbers along the first of three dimensions."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu").view(-1, 1, 1)
+
+
+# --- one copy -----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Part:
+    """What one copy does on one device. Guarded tensors come first, clones after them."""
+
+    streams: Streams
+    keys: list[str] = field(default_factory=list)
+    """Of the guarded tensors."""
+    targets: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+    kept: list[torch.Tensor] = field(default_factory=list)
+    """What queued copies read from."""
+    early: Sampler | None = None
+    early_picked: range = range(0)
+    """Which of the guarded tensors are sampled before `save()` returns."""
+    late: Sampler | None = None
+    versions: list[int] = field(default_factory=list)
+    """Version counters at `save()`. They only help to explain: fused optimizers do not move
+    them."""
+    guarded_mark: Any = None
+    """Once passed, the guarded tensors may change."""
+    mark: Any = None
+    """Once passed, all is in host memory."""
+
+    def begin(self) -> None:
+        """Read the early samples and let the copy's queue begin here; on the trainer's thread."""
+        guarded = self.sources[: len(self.keys)]
+        if self.early is not None:
+            early, picked = self.early, [guarded[index] for index in self.early_picked]
+            self.streams.here(lambda: early.read(picked))
+        with contextlib.suppress(RuntimeError):  # inference tensors have no counter
+            self.versions = list(map(attrgetter("_version"), guarded))
+        self.streams.fork()
+
+    def give(self) -> None:
+        """Give all copies to the queue, guarded ones first, then the late samples of these."""
+        guarded = len(self.keys)
+        sources = self.sources[:guarded]
+        try:
+            for low, high in _chunks(sources):
+                self._give_copies(low, high)
+            if self.late is not None:
+                late = self.late
+                self.streams.give(lambda: late.read(sources))
+        finally:
+            self.guarded_mark = self.mark = self.streams.mark()
+        try:
+            for low, high in _chunks(self.sources[guarded:]):
+                self._give_copies(guarded + low, guarded + high)
+            for sampler in (self.early, self.late):
+                if sampler is not None:
+                    self.streams.give(sampler.fetch)
+        finally:
+            self.mark = self.streams.mark()
+
+    def _give_copies(self, low: int, high: int) -> None:
+        targets = self.targets[low:high]
+        # Detached: should a storage be replaced meanwhile, the copy keeps the one it has. Not
+        # sooner, for it takes as long as all else in `save()`.
+        sources = list(map(torch.Tensor.detach, self.sources[low:high]))
+        self.kept += sources
+        self.streams.keep(sources)
+
+        def copy() -> None:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+
+        self.streams.give(copy)
+
+    def torn(self, image: torch.Tensor) -> list[int]:
+        """Return which guarded tensors changed between `save()` and the end of the copy."""
+        found = set() if self.late is None else set(self.late.differing(image))
+        if self.early is not None:
+            found |= {self.early_picked[index] for index in self.early.differing(image)}
+        return sorted(found)
+
+    def let_go(self) -> None:
+        """Drop every reference to the state and to the image."""
+        self.targets.clear()
+        self.sources.clear()
+        self.kept.clear()
+
+
+def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield ranges of tensors, each of about `CHUNK_BYTES` or `CHUNK_TENSORS`."""
+    low = size = 0
+    for high, tensor in enumerate(tensors, 1):
+        size += tensor.nbytes
+        if size >= CHUNK_BYTES or high - low == CHUNK_TENSORS or high == len(tensors):
+            yield low, high
+            low, size = high, 0
+
+
+def copy_with_one_thread() -> None:
+    """Have torch's copies on this thread use no other. A second team of OpenMP threads would spin
+    on the cores that the trainer's team computes on; one core saturates memory well enough.
+    """
+    # torch sets a thread's number when it first asks for it, and would undo ours.
+    torch.get_num_threads()
+    with contextlib.suppress(AttributeError):  # a torch without OpenMP
+        ctypes.CDLL(None).omp_set_num_threads(1)
+
+
+class Copy:
+    """One save's background copy.
+
+    Args:
+        parts: one a device.
+        image: the slot's bytes; let go of at the end.
+        spans: the memory that must not change meanwhile.
+        on_end: called once, on the copy's thread, with what went wrong or None.
+        on_waited: called with the seconds that a guard kept the host.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        image: memoryview,
+        spans: Spans,
+        on_end: Callable[[MilepostError | None], None],
+        on_waited: Callable[[float], None] = lambda waited_s: None,
+    ) -> None:
+        self._parts = parts
+        self._image: memoryview | None = image
+        self._on_end = on_end
+        self._on_waited = on_waited
+        self._given = threading.Event()
+        """All work was given to the queues; in host memory that means: done."""
+        self.spans = spans
+
+    def begin(self) -> None:
+        """Note where the streams are now; on the trainer's thread, before `save()` returns."""
+        for part in self._parts:
+            part.begin()
+
+    def run(self) -> None:
+        """Copy, check, and tell; on the copy's own thread."""
+        copy_with_one_thread()
+        error: MilepostError | None = None
+        try:
+            try:
+                self._give()
+            finally:
+                self._given.set()
+                # Also after a failure: the slot must not be used while copies into it are queued.
+                for part in self._parts:
+                    if part.mark is not None:
+                        part.streams.join(part.mark)
+            error = self._torn()
+        except MilepostError as caught:
+            error = caught
+        except BaseException as caught:
+            error = SaveFailed("internal", f"the background copy failed: {caught!r}")
+        finally:
+            for part in self._parts:
+                part.let_go()
+            self._image = None
+        self._on_end(error)
+
+    def _give(self) -> None:
+        for part in self._parts:
+            part.give()
+
+    def hold(self) -> None:
+        """Keep the caller, on the host or by its streams, until what is guarded was copied."""
+        if not self._given.is_set():
+            started_s = time.monotonic()
+            self._given.wait()
+            self._on_waited(time.monotonic() - started_s)
+        for part in self._parts:
+            if part.guarded_mark is not None:
+                part.streams.hold(part.guarded_mark)
+
+    def _torn(self) -> SaveFailed | None:
+        if not self._image:
+            return None
+        image = torch.frombuffer(self._image, dtype=torch.uint8)
+        total, count, first = 0, 0, ""
+        for part in self._parts:
+            total += len(part.keys)
+            found = part.torn(image)
+            count += len(found)
+            if found and not first:
+                first = repr(part.keys[found[0]])
+                if part.versions:
+                    then, now = part.versions[found[0]], part.sources[found[0]]._version
+                    first += f" (version counter {then} at save(), {now} after the copy)"
+        if not count:
+            return None
+        return SaveFailed(
+            "torn-snapshot",
+            f"{count} of {total} overlapped tensors changed while they were copied, {first} first: "
+            "something other than a step of the given optimizers changed them",
+            "call ck.guard() before changing parameters outside optimizer.step(), or use "
+            "staging='blocking'",
+        )
+
+
+# --- the guard ----------------------------------------------------------------------------------
+
+_hook_lock: Final = threading.Lock()
+_armed: Final[weakref.WeakSet[Overlap]] = weakref.WeakSet()
+_hook: RemovableHandle | None = None
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for each in list(_armed):
+        each.before_step(optimizer)
+
+
+def _arm(overlap: Overlap) -> None:
+    """Have `before_step` called before any torch optimizer's step in this process."""
+    global _hook
+    with _hook_lock:
+        _armed.add(overlap)
+        if _hook is None:
+            # Compiled steps leave their graph for it: traced, the wait would become a constant.
+            _hook = register_optimizer_step_pre_hook(
+                torch.compiler.disable(_before_step)  # type: ignore[no-untyped-call]
+            )
+
+
+def _disarm(overlap: Overlap) -> None:
+    global _hook
+    with _hook_lock:
+        _armed.discard(overlap)
+        if not _armed and _hook is not None:
+            _hook.remove()
+            _hook = None
+
+
+class Overlap:
+    """Runs the background copies of one Checkpointer, one at a time.
+
+    Args:
+        optimizer: one or several.
+        streams: the queues of a device.
+
+    Raises UsageError for optimizers that cannot be guarded.
+
+    Threads: `before_step` and `guard` are for any thread; the rest is the trainer's.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizers | None,
+        streams: Callable[[torch.device], Streams] = default_streams,
+    ) -> None:
+        self._optimizers = check_optimizers(optimizer)
+        self._streams_of = streams
+        self._streams: dict[torch.device, Streams] = {}
+        self._samplers: dict[torch.device, tuple[Any, Sampler, range, Sampler]] = {}
+        """By device, of the last layout: what they were made for, and the two."""
+        self._copy: Copy | None = None
+        self._thread: threading.Thread | None = None
+
+    def arm(self) -> None:
+        """Begin to guard steps."""
+        _arm(self)
+
+    # --- before the copy
+
+    def select(self, items: Items) -> Selection:
+        """Find the items that the optimizers change.
+
+        Raises UsageError, naming the parameter, for a save that overlap cannot protect.
+        """
+        is_cuda_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if is_cuda_in_use and torch.cuda.is_current_stream_capturing():
+            raise _refuse(
+                "a CUDA graph is being captured", "save outside of the capture, with the graph idle"
+            )
+        for optimizer in self._optimizers:
+            if any(group.get("capturable") for group in optimizer.param_groups):
+                raise _refuse(
+                    f"{type(optimizer).__name__} is capturable, and a replayed CUDA graph does not "
+                    "announce its steps",
+                    "make it with capturable=False",
+                )
+            if any(map(attrgetter("_post_accumulate_grad_hooks"), _parameters(optimizer))):
+                index, _ = self._find(optimizer, attrgetter("_post_accumulate_grad_hooks"))
+                raise _refuse(
+                    f"parameter {index} of {type(optimizer).__name__} has a post-accumulate-grad "
+                    "hook, which may change it during backward",
+                    "step after backward",
+                )
+        spans = Spans([tensor for each in self._optimizers for tensor in stepped(each)])
+        held = spans.find(items)
+        self._check_saved([items.sources[item] for item in held])
+        return Selection(spans, held)
+
+    def _check_saved(self, held: Sequence[torch.Tensor]) -> None:
+        """Refuse an optimizer whose parameters are not those of the state."""
+        known = set(map(id, held))
+        for optimizer in self._optimizers:
+            parts = _memory(_parameters(optimizer))
+            others = [part for part in parts if id(part) not in known]
+            if not others or set(map(torch.Tensor.data_ptr, held)).issuperset(
+                map(torch.Tensor.data_ptr, others)
+            ):
+                continue
+
+            def is_missing(parameter: torch.Tensor) -> bool:
+                parts = [part for part in _memory([parameter]) if part.numel()]
+                # The state may hold views of a flat parameter.
+                return bool(parts) and not any(Spans(parts).held(held))
+
+            index, missing = self._find(optimizer, is_missing)
+            if missing is not None:
+                raise _refuse(
+                    f"parameter {index} of {type(optimizer).__name__}, of shape "
+                    f"{tuple(missing.shape)}, is not in the state, or only as a copy",
+                    "pass the optimizers of the parameters that are saved",
+                )
+
+    @staticmethod
+    def _find(
+        optimizer: Optimizer, is_it: Callable[[torch.Tensor], Any]
+    ) -> tuple[int, torch.Tensor | None]:
+        """Return the first parameter of which something holds, with its number."""
+        for index, parameter in enumerate(_parameters(optimizer)):
+            if is_it(parameter):
+                return index, parameter
+        return -1, None
+
+    def split(self, selection: Selection, items: Items, chosen: Sequence[int]) -> Split:
+        """Decide how each tensor of a layout is copied. `chosen` are its items, by position."""
+        devices, sources, late = items.devices, items.sources, selection.items
+        if all(devices[item] == "cpu" for item in chosen):
+            split = Split([], [], [])
+            for position, item in enumerate(chosen):
+                (split.guarded if item in late else split.now).append(position)
+            return split
+        # Beside a device the host runs ahead: it changes its own tensors long before the device
+        # has come to the step that the hook announced.
+        split, room = Split([], [], []), CLONE_BYTES_MAX
+        for position, item in enumerate(chosen):
+            if devices[item] == "cpu":
+                split.now.append(position)
+            elif item in late:
+                split.guarded.append(position)
+            elif sources[item].nbytes <= room:
+                room -= sources[item].nbytes
+                split.cloned.append(position)
+            else:
+                split.now.append(position)
+        return split
+
+    # --- the copy
+
+    def start(
+        self,
+        selection: Selection,
+        split: Split,
+        items: Items,
+        layout: LayoutColumns,
+        targets: Sequence[torch.Tensor | None],
+        image: memoryview,
+        on_end: Callable[[MilepostError | None], None],
+        on_waited: Callable[[float], None] = lambda waited_s: None,
+    ) -> None:
+        """Copy in the background what is guarded or cloned; call `on_end` when that has ended.
+
+        Args:
+            selection, split: what `select()` and `split()` returned.
+            items, layout: the state's, and where its tensors lie in the image.
+            targets: a view of the image for each tensor of the layout.
+            image: the slot's bytes.
+            on_end, on_waited: see `Copy`.
+        """
+        parts = self._parts(split, items, layout, targets)
+        copy = Copy(parts, image, selection.spans, on_end, on_waited)
+        copy.begin()
+        # Not a daemon: at the interpreter's end it must not be stopped within torch. A thread a
+        # save, for one that waits for the next save would keep the interpreter from ending.
+        thread = threading.Thread(target=copy.run, name="milepost-copy")
+        self._copy, self._thread = copy, thread
+        thread.start()
+
+    def _parts(
+        self,
+        split: Split,
+        items: Items,
+        layout: LayoutColumns,
+        targets: Sequence[torch.Tensor | None],
+    ) -> list[Part]:
+        chosen, sources, keys = layout.items, items.sources, items.keys
+        by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
+        guarded = [position for position in split.guarded if targets[position] is not None]
+        if all(items.devices[chosen[position]] == "cpu" for position in guarded[:1]):
+            if guarded:
+                by_device[torch.device("cpu")] = guarded
+        else:
+            for position in guarded:
+                by_device[sources[chosen[position]].device].append(position)
+        parts = {}
+        for device, positions in by_device.items():
+            part = parts[device] = Part(self._queues(device))
+            part.keys = [keys[chosen[position]] for position in positions]
+            part.targets = [target for position in positions
+                            if (target := targets[position]) is not None]  # fmt: skip
+            part.sources = [sources[chosen[position]] for position in positions]
+            self._set_samplers(part, device, layout, tuple(positions))
+        for position in split.cloned:
+            target, source = targets[position], sources[chosen[position]].detach()
+            if target is not None:
+                part = parts.setdefault(source.device, Part(self._queues(source.device)))
+                clone = torch.empty_like(source)
+                part.streams.here(_copier(clone, source))
+                part.targets.append(target)
+                part.sources.append(clone)
+        return list(parts.values())
+
+    def _queues(self, device: torch.device) -> Streams:
+        found = self._streams.get(device)
+        if found is None:
+            found = self._streams[device] = self._streams_of(device)
+        return found
+
+    def _set_samplers(
+        self, part: Part, device: torch.device, layout: LayoutColumns, positions: tuple[int, ...]
+    ) -> None:
+        made_for = (positions, layout.sizes, layout.dtypes, layout.payloads_at)
+        known = self._samplers.get(device)
+        if known is None or known[0] != made_for:
+            picked = range(0, len(positions), -(-len(positions) // EARLY_MAX))
+            early = _sampler(layout, [positions[index] for index in picked])
+            known = self._samplers[device] = (made_for, early, picked, _sampler(layout, positions))
+        _, part.early, part.early_picked, part.late = known
+
+    # --- the guard
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Hold a step that changes what is being copied."""
+        copy, thread = self._copy, self._thread
+        if copy is None or thread is None or not thread.is_alive():
+            return
+        is_ours = any(optimizer is each for each in self._optimizers)
+        if is_ours or copy.spans.meet(stepped(optimizer)):
+            copy.hold()
+
+    def guard(self) -> None:
+        """Hold the caller until the guarded tensors may change."""
+        copy = self._copy
+        if copy is not None:
+            copy.hold()
+
+    def settle(self) -> None:
+        """Return once no copy is under way, and what came of the last one was told."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        self._copy = None
+
+    def close(self) -> None:
+        """Settle, and guard no more."""
+        self.settle()
+        _disarm(self)
+
+
+def _sampler(layout: LayoutColumns, positions: Iterable[int]) -> Sampler:
+    chosen = list(positions)
+    return Sampler(
+        [layout.sizes[position] for position in chosen],
+        [dtype for position in chosen if (dtype := layout.dtypes[position]) is not None],
+        [layout.payloads_at[position] for position in chosen],
+    )
+
+
+def _copier(clone: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+    def copy() -> None:
+        with torch.no_grad():
+            clone.copy_(source)
+
+    return copy

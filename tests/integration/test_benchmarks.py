@@ -1,0 +1,161 @@
+"""The benchmarks run, clean up after themselves and write what `results.py` says; no figure is
+judged here, since a machine that runs tests is no place to measure.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks import report
+from benchmarks.results import (
+    BusySave,
+    Cost,
+    Floors,
+    Machine,
+    Measured,
+    Options,
+    Results,
+    read_results,
+    spread,
+    write_results,
+)
+from benchmarks.trial import Busy, Step, derive
+
+ROOT = Path(__file__).parents[2]
+
+
+def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--output", str(folder / "results.json"), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("workload", "world", "tensors"), [("large", 1, 64), ("small", 1, 55), ("ranks", 2, 48)]
+)
+def test_a_workload_is_measured_beside_torch_and_the_floors(
+    workload: str, world: int, tensors: int, tmp_path: Path
+) -> None:
+    ended = bench(
+        tmp_path, "--folder", str(tmp_path / "checkpoints"), "--size", "0.005", "--repeats", "1",
+        "--saves", "1", "--idle-saves", "1", "--quiet-steps", "2",
+        "--only", workload, "--only", "milepost", "--only", "torch-thread",
+    )  # fmt: skip
+    assert 0 == ended.returncode, ended.stderr + ended.stdout
+    results = read_results(tmp_path / "results.json")
+    assert [workload] == list(results.workloads)
+    measured = results.workloads[workload]
+    assert (world, tensors) == (measured.world, measured.tensors)
+    assert {} == measured.failures
+    assert {"milepost", "torch-thread"} == set(measured.costs) == set(measured.timelines)
+    for cost in measured.costs.values():
+        assert (1, 1, 1) == (
+            len(cost.first_stall_s.values), len(cost.stall_s.values), len(cost.commit_s.values),
+        )  # fmt: skip
+        assert 0 < min(cost.stall_s.low, cost.busy_commit_s.low, cost.commit_s.low)
+        assert 0 < cost.memory_bytes.median
+    assert measured.costs["milepost"].shared_bytes.median >= measured.state_bytes
+    assert 0 < measured.floors.copy_s.median
+    assert "torch-thread" in ended.stdout
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_the_planner_is_measured(tmp_path: Path) -> None:
+    ended = bench(
+        tmp_path, "--folder", str(tmp_path / "plans"), "--size", "0.01", "--only", "planning"
+    )
+    assert 0 == ended.returncode, ended.stderr
+    results = read_results(tmp_path / "results.json")
+    assert [(2, 2000), (10, 1000)] == [(each.ranks, each.tensors) for each in results.planning]
+    assert all(each.plan_s > 0 and each.later_index_s > 0 for each in results.planning)
+
+
+def test_what_is_lost_is_the_call_and_all_that_steps_took_longer() -> None:
+    # Quiet steps take 1 s. The call took 0.5 s; the first step waited 0.25 s at its guard; the
+    # save ended within the third.
+    steps = [Step(0.5, 2.0, 0.25), Step(2.0, 3.25, 0.0), Step(3.25, 4.5, 0.0)]
+    assert BusySave(
+        stall_s=0.5, guard_s=0.25, lost_s=0.5 + 1.0, slow_down=1.25, commit_s=4.0
+    ) == derive(Busy(0.0, 0.5, 4.0, steps), 1.0)
+
+
+def test_a_save_that_ends_within_a_step_slows_no_whole_step_down() -> None:
+    assert None is derive(Busy(0.0, 0.5, 1.0, [Step(0.5, 1.5, 0.0)]), 1.0).slow_down
+
+
+def synthetic() -> Results:
+    def cost(seconds: float) -> Cost:
+        many = spread([seconds / 2, seconds, 2 * seconds])
+        return Cost(
+            is_synced=True, prepare_s=many, first_stall_s=many, first_lost_s=many, stall_s=many,
+            guard_s=many, lost_s=many, slow_down=None, busy_commit_s=many, commit_s=many,
+            cpu_s=many, memory_bytes=many, shared_bytes=many, descriptors=many,
+        )  # fmt: skip
+
+    return Results(
+        at="2026-01-02T03:04:05+00:00",
+        machine=Machine(
+            processor="a processor",
+            cores=2,
+            memory_bytes=2**34,
+            device="cpu",
+            file_system="ext4",
+            kernel="6.1",
+            python="3.11",
+            packages={"torch": "2.13"},
+            load=0.1,
+        ),
+        options=Options(size=1, repeats=3, saves=1, idle_saves=1, quiet_steps=1),
+        workloads={
+            "large": Measured(
+                world=1,
+                tensors=64,
+                state_bytes=100,
+                step_s=spread([0.2]),
+                floors=Floors(spread([0.1]), spread([0.3]), True),
+                bare_writer=None,
+                costs={"milepost": cost(0.1), "torch-thread": cost(0.4)},
+                timelines={},
+                failures={"torch-save": "it broke"},
+            )
+        },
+        failures={},
+        planning=(),
+    )
+
+
+def test_the_page_has_ratios_and_why_a_system_is_missing() -> None:
+    text = report.page(synthetic())
+    assert "| milepost | 1.00 (0.50–2.00) | 1.00 (0.50–2.00) |" in text
+    assert "| torch-thread | 4.00 (2.00–8.00) | 4.00 (2.00–8.00) |" in text
+    assert "* torch-save: it broke" in text
+
+
+def test_a_bar_is_a_share_of_its_limit() -> None:
+    shares = {bar.what: bar.share for bar in report.bars(synthetic())}
+    assert 1 / 1.25 == pytest.approx(shares["large, milepost: save()"])
+    assert 3 * 0.1 / 0.4 == pytest.approx(shares["large, milepost: training time lost"])
+    assert 0.1 / (1.3 * 0.4) == pytest.approx(shares["large, milepost: committed"])
+    assert 0.25 == pytest.approx(shares["large, milepost: processor time"])
+
+
+@pytest.mark.slow
+def test_a_page_is_filled_from_the_results(tmp_path: Path) -> None:
+    write_results(tmp_path / "results.json", synthetic())
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n")
+    ended = bench(tmp_path, "--page", str(tmp_path / "results.json"), "--into", str(page))
+    assert 0 == ended.returncode, ended.stderr
+    text = report.page(synthetic())
+    assert page.read_text() == (f"before\n<!-- results -->\n{text}<!-- end of results -->\nafter\n")
