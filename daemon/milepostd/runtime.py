@@ -77,6 +77,7 @@ from milepostd.core.commands import (
     Retain,
     Send,
     SetTimer,
+    StartPlanner,
     SweepArenas,
     WarmPlanner,
     WriteFragment,
@@ -548,8 +549,10 @@ class Runtime:
             case Halt():
                 if self.halted is not None and not self.halted.done():
                     self.halted.set_result(command.reason)
+            case StartPlanner():
+                self._spawn(self._warm_planner(self.planner.start))
             case WarmPlanner():
-                self._spawn(self._warm_planner())
+                self._spawn(self._warm_planner(self.planner.warm))
             case KeepJournal():
                 self._keep_journal(command)
             case ForgetJournal():
@@ -778,9 +781,9 @@ class Runtime:
             emit("info", "retention.removed", job=command.job, file=", ".join(removed))
         return Retained(job=command.job, removed=removed)
 
-    async def _warm_planner(self) -> None:
+    async def _warm_planner(self, warm: Callable[[], Awaitable[None]]) -> None:
         try:
-            await self.planner.warm()
+            await warm()
         except OSError as error:  # the first plan tries again, and tells
             emit("warning", "planner.cold", cause=str(error))
 

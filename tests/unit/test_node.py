@@ -49,7 +49,7 @@ from milepostd.core.commands import (
     Reply,
     Retain,
     Send,
-    WarmPlanner,
+    StartPlanner,
     WriteFragment,
     WriteImage,
 )
@@ -112,7 +112,7 @@ def test_a_rank_that_joins_is_given_its_place_and_its_node_meets_the_peers() -> 
     world = World((1, 1))
     assert [Joined(job="job", attempt=1, rank=1)] == world.heard[1]
     assert [MeetPeers(nodes=world.cohort)] == world.done(MeetPeers, "B")
-    assert [WarmPlanner()] == world.done(WarmPlanner)
+    assert [StartPlanner()] == world.done(StartPlanner)
 
 
 @pytest.mark.parametrize("root", ["relative", "/data/../etc", "/other", "/data/runs"])

@@ -49,8 +49,14 @@ class MeetPeers(Command, frozen=True):
     nodes: tuple[NodeRef, ...]
 
 
-class WarmPlanner(Command, frozen=True):
+class StartPlanner(Command, frozen=True):
     """A plan will be wanted here soon: start the planner's child ahead of time."""
+
+
+class WarmPlanner(Command, frozen=True):
+    """An index will be wanted here soon: have the planner's child import torch. After the plan, not
+    before: trainers wait for the plan, and nobody waits for the index.
+    """
 
 
 class WriteImage(Command, frozen=True):
@@ -201,6 +207,7 @@ AnyCommand: TypeAlias = (
     Reply
     | Send
     | MeetPeers
+    | StartPlanner
     | WarmPlanner
     | WriteImage
     | AbandonWrite

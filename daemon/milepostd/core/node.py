@@ -45,8 +45,8 @@ from milepostd.core.commands import (
     Retain,
     Send,
     SetTimer,
+    StartPlanner,
     SweepArenas,
-    WarmPlanner,
 )
 from milepostd.core.events import (
     AnyEvent,
@@ -278,7 +278,7 @@ class Node:
             if previous is None or not self._has_pending(previous):
                 commands.append(self._sweep(job, job.ranks_here))
             if job.is_coordinator:
-                commands.append(WarmPlanner())
+                commands.append(StartPlanner())
         old = job.seats.get(join.rank)
         if old is not None and not old.is_lost:
             self.sessions.pop(old.session, None)

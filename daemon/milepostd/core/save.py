@@ -49,6 +49,7 @@ from milepostd.core.commands import (
     Reply,
     Send,
     SetTimer,
+    WarmPlanner,
     WriteFragment,
     WriteImage,
 )
@@ -692,6 +693,7 @@ class Coordination(_Role):
             for warning in event.warnings
         ]
         commands.append(Log(level="info", event="plan.made", save=self.save))
+        commands.append(WarmPlanner())
         for node_id in self.job.nodes:
             commands += self._send_plan(node_id, self.planned)
         if self.is_concluded:
