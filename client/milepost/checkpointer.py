@@ -238,8 +238,8 @@ class Checkpointer:
         """Saves that failed and were not yet raised, with on_failure="raise"."""
 
         self._count = 0
-        self._saved: dict[str, Save | None] = {}
-        """Directory names this attempt has saved under, or resumed from (None)."""
+        self._taken: dict[str, str] = {}
+        """Directory names this attempt has saved under, or resumed from, with a word on which."""
         self._step_last = -1
         """Greatest step this attempt has saved."""
         self._is_closed = False
@@ -247,12 +247,16 @@ class Checkpointer:
         self._loads = 0
 
         name = _job_name(job, self.root)
-        self.node: NodeRef = self._session.open().node
-        self._meeting: Meeting = meet(
-            self._group,
-            Introduction(self.node, str(self.root), name, str(torch.__version__)),
-            lambda: self._claim(name),
-        )
+        try:
+            self.node: NodeRef = self._session.open().node
+            self._meeting: Meeting = meet(
+                self._group,
+                Introduction(self.node, str(self.root), name, str(torch.__version__)),
+                lambda: self._claim(name),
+            )
+        except BaseException:
+            self._session.close()
+            raise
         self.job, self.attempt = self._meeting.job, self._meeting.attempt
         self._stager = Stager(self.job, self.attempt, self.rank, slots=slots)
         self._slots = slots
@@ -310,8 +314,10 @@ class Checkpointer:
         match message:
             case LayoutReady():
                 with self._changed:
-                    self._layouts_ready[message.save_id] = message
-                    self._changed.notify_all()
+                    # One that comes after its save has ended would never be fetched.
+                    if message.save_id in self._saves:
+                        self._layouts_ready[message.save_id] = message
+                        self._changed.notify_all()
             case Progress():
                 with self._changed:
                     save = self._saves.get(message.save_id)
@@ -360,6 +366,9 @@ class Checkpointer:
             save = self._saves.pop(save_id, None)
             if save is None:
                 return
+            if phase in ("failed", "skipped"):
+                self._taken.pop(save.name, None)
+            self._layouts_ready.pop(save_id, None)
             if self._on_failure == "raise" and phase != "skipped" and not is_raised:
                 self._failures.append(save)
             self._changed.notify_all()
@@ -436,7 +445,7 @@ class Checkpointer:
     def _prepare(
         self, ref: SaveRef, state: Mapping[str, Any], per_rank: Mapping[str, Any] | None
     ) -> None:
-        save = Save(ref.step, ref.save_id, lambda: None)
+        save = Save(ref.step, ref.name, ref.save_id, lambda: None)
         with self._changed:
             self._saves[ref.save_id] = save
         try:
@@ -465,11 +474,14 @@ class Checkpointer:
         With `staging="overlap"` parameters and optimizer state may change only once the guard
         allows; see `guard`. A save whose copy is still under way is waited for first.
 
-        Args: step: the trainer's step, 0 or more. state: what `dcp.save` takes: nested dicts,
-        lists, tensors, DTensors, modules, optimizers and other Stateful objects, picklable objects.
-        Tensors are read until it is staged. per_rank: state that differs by rank (random
-        generators, data loaders): comes back to its rank in `LoadReport.per_rank`. checkpoint_id:
-        the directory's name below the root; None: `step_<step>`.
+        Args:
+            step: the trainer's step, 0 or more.
+            state: what `dcp.save` takes: nested dicts, lists, tensors, DTensors, modules,
+                optimizers and other Stateful objects, picklable objects. Tensors are read until it
+                is staged.
+            per_rank: state that differs by rank (random generators, data loaders): comes back to
+                its rank in `LoadReport.per_rank`.
+            checkpoint_id: the directory's name below the root; None: `step_<step>`.
 
         Raises:
             UsageError: what was passed cannot be saved; nothing was written. With
@@ -485,10 +497,11 @@ class Checkpointer:
         self._check_repeated(name)
         self._finish_preparing()
         ref = self._next_ref(step, name)
-        save = Save(step, ref.save_id, lambda: self._session.send(AbortWanted(save=ref)))
+        save = Save(step, name, ref.save_id, lambda: self._session.send(AbortWanted(save=ref)))
         with self._changed:
             self._saves[ref.save_id] = save
-        self._saved[name] = save
+        with self._changed:
+            self._taken[name] = f"save {ref.save_id} of this attempt"
         self._step_last = max(self._step_last, step)
         try:
             content = self._collect(ref, state, per_rank)
@@ -524,18 +537,13 @@ class Checkpointer:
         )
 
     def _check_repeated(self, name: str) -> None:
-        if self._overwrite or name not in self._saved:
+        with self._changed:
+            taken_by = self._taken.get(name)
+        if self._overwrite or taken_by is None:
             return
-        earlier = self._saved[name]
-        if earlier is None:
-            what = "this attempt resumed from it"
-        elif earlier.phase in ("failed", "skipped"):
-            return
-        else:
-            what = f"save {earlier.save_id} of this attempt is {earlier.phase}"
         raise UsageError(
             "already-committed",
-            f"{name} is taken: {what}",
+            f"{name} is taken by {taken_by}",
             "save another step, or make the Checkpointer with overwrite=True",
         )
 
@@ -790,7 +798,7 @@ class Checkpointer:
         chosen, name, attempt = json.loads(told)
         if attempt != self.attempt:
             self.attempt = attempt
-            self._saved.clear()
+            self._taken.clear()
             self._step_last = -1
             self._session.vacate()
         report = load_checkpoint(
@@ -801,7 +809,7 @@ class Checkpointer:
             partial=partial,
             process_group=self._process_group,
         )
-        self._saved[name] = None
+        self._taken[name] = "the checkpoint this attempt resumed from"
         if report.unexpected and not partial and self.rank == 0:
             named = ", ".join(map(repr, report.unexpected[:8]))
             log.warning(

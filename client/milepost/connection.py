@@ -81,9 +81,11 @@ def _open_socket(context: zmq.Context[zmq.Socket[bytes]], run_dir: Path) -> zmq.
 class Connection:
     """One session.
 
-    Args: run_dir: the daemon's run directory. on_message: called with each message but heartbeats,
-    on the connection's thread. on_lost: called once if the daemon is gone, on the connection's
-    thread; nothing arrives after.
+    Args:
+        run_dir: the daemon's run directory.
+        on_message: called with each message but heartbeats, on the connection's thread.
+        on_lost: called once if the daemon is gone, on the connection's thread; nothing arrives
+            after.
     """
 
     def __init__(

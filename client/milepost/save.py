@@ -51,13 +51,15 @@ class Save:
 
     Attributes:
         step: the trainer's step.
+        name: of the checkpoint's directory below the root.
         save_id: `<attempt>-<count>`, the same on all ranks.
         stall_s: how long `save()` kept the trainer.
         guard_s: how long the guard kept it after that, with `staging="overlap"`.
     """
 
-    def __init__(self, step: int, save_id: str, abort: Callable[[], None]) -> None:
+    def __init__(self, step: int, name: str, save_id: str, abort: Callable[[], None]) -> None:
         self.step = step
+        self.name = name
         self.save_id = save_id
         self.stall_s = 0.0
         self.guard_s = 0.0
