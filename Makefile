@@ -45,4 +45,4 @@ bench: setup
 	$(BIN)/python -m benchmarks $(BENCH)
 
 clean:
-	rm -rf $(VENV) demo-run .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) demo-run bench-run bench-results.json bench-results.png .mypy_cache .ruff_cache .pytest_cache
