@@ -43,6 +43,7 @@ from milepost.planning import (
     resolve,
     wants_lowest_rank,
 )
+from milepost.preemption import PreemptionFlag
 from milepost.protocol import (
     AbortWanted,
     Cause,
@@ -53,7 +54,9 @@ from milepost.protocol import (
     LayoutReady,
     NodeRef,
     Offered,
+    Preempted,
     Progress,
+    ReadsWanted,
     SaveRef,
     Skipped,
     SlotFreed,
@@ -225,6 +228,7 @@ class Checkpointer:
             on_gone=self._gone,
         )
 
+        self._preemption = PreemptionFlag(self._join, self._session.send)
         self._changed = threading.Condition()
         """Guards all that both threads touch, from here to `_count`."""
         self._saves: dict[str, Save] = {}
@@ -327,6 +331,10 @@ class Checkpointer:
                 self._concluded(message)
             case SlotFreed():
                 self._free_slot(message.save_id)
+            case ReadsWanted():
+                self._preemption.hold()
+            case Preempted():
+                self._preemption.decide(message.at_read)
             case _:
                 pass
 
@@ -819,6 +827,16 @@ class Checkpointer:
             )  # fmt: skip
         return report
 
+    @property
+    def preempted(self) -> bool:
+        """Whether to save and leave: true on all ranks once any of them got SIGTERM.
+
+        Read it once a step, on all ranks alike, from the main thread: it turns true at the same
+        read everywhere, so that all of them save the same step. The first read takes SIGTERM over:
+        from then on the signal does not end the process by itself.
+        """
+        return self._preemption.read()
+
     def status(self) -> dict[str, Any]:
         """Return the node's status, as `milepost status --json` prints it. Raises Unavailable."""
         return fetch_status(self._run_dir, JOIN_S)
@@ -849,6 +867,7 @@ class Checkpointer:
         if self._is_closed:
             return
         self._is_closed = True
+        self._preemption.close()
         self._finish_preparing()
         if self._overlap is not None:
             self._overlap.close()

@@ -173,6 +173,16 @@ class Leave(Message, frozen=True):
     """The rank is done; what it staged is still finished. Answered by `Left`."""
 
 
+class PreemptionNoticed(Message, frozen=True):
+    """This rank was told to go (SIGTERM). Repeated until `Preempted` comes."""
+
+
+class ReadsTold(Message, frozen=True):
+    """Answer to `ReadsWanted`: how often this rank has read `preempted`; it holds the next read."""
+
+    reads: int
+
+
 class StatusWanted(Message, frozen=True):
     """Answered by `StatusIs`, without `Hello`."""
 
@@ -246,6 +256,16 @@ class SlotFreed(Message, frozen=True):
     """The daemon no longer touches the image of a save that has ended."""
 
     save_id: str
+
+
+class ReadsWanted(Message, frozen=True):
+    """A rank was told to go: say how often you have read `preempted`, and hold the next read."""
+
+
+class Preempted(Message, frozen=True):
+    """All ranks answer true from this read of `preempted` on, and false before."""
+
+    at_read: int
 
 
 class Pong(Message, frozen=True):
@@ -343,8 +363,51 @@ class Outcome(Message, frozen=True):
     layout_valid: bool = True
 
 
+class RankReads(msgspec.Struct, frozen=True):
+    """How often one rank has read `preempted`."""
+
+    rank: int
+    reads: int
+
+
+class PreemptionSaid(Message, frozen=True):
+    """Node to coordinator: a local rank was told to go (no `reads` yet), or how often the local
+    ranks have read. Repeated until `PreemptionDecided` comes.
+    """
+
+    job: str
+    attempt: int
+    reads: tuple[RankReads, ...] = ()
+
+
+class PreemptionAsked(Message, frozen=True):
+    """Coordinator to node: ask the local ranks. Repeated until all have told."""
+
+    job: str
+    attempt: int
+
+
+class PreemptionDecided(Message, frozen=True):
+    """Coordinator to node: from which read on all ranks answer true."""
+
+    job: str
+    attempt: int
+    at_read: int
+
+
 ClientMessage: TypeAlias = (
-    Hello | Join | Offered | Staged | Skipped | Unable | AbortWanted | Ping | Leave | StatusWanted
+    Hello
+    | Join
+    | Offered
+    | Staged
+    | Skipped
+    | Unable
+    | AbortWanted
+    | Ping
+    | Leave
+    | PreemptionNoticed
+    | ReadsTold
+    | StatusWanted
 )
 DaemonMessage: TypeAlias = (
     Welcome
@@ -354,11 +417,15 @@ DaemonMessage: TypeAlias = (
     | Progress
     | Concluded
     | SlotFreed
+    | ReadsWanted
+    | Preempted
     | Pong
     | Left
     | StatusIs
 )
-PeerMessage: TypeAlias = Gathered | Planned | Prepared | Fail | Outcome
+SaveMessage: TypeAlias = Gathered | Planned | Prepared | Fail | Outcome
+PreemptionMessage: TypeAlias = PreemptionSaid | PreemptionAsked | PreemptionDecided
+PeerMessage: TypeAlias = SaveMessage | PreemptionMessage
 
 
 class PeerEnvelope(msgspec.Struct, frozen=True):

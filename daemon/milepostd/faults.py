@@ -50,6 +50,8 @@ class Fault(NamedTuple):
     point: str
     action: str
     sleep_s: float = 0.0
+    step: int | None = None
+    """Only to saves of this step of the trainer; None: to every save."""
 
 
 class InjectedFault(MilepostError):
@@ -57,12 +59,13 @@ class InjectedFault(MilepostError):
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Read `point:action[:argument]`, separated by commas; empty text is no fault. Raises
+    """Read `point:action[:argument][@step]`, separated by commas; empty text is no fault. Raises
     UsageError.
     """
     faults: list[Fault] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
-        point, _, rest = part.partition(":")
+        what, at, when = part.partition("@")
+        point, _, rest = what.partition(":")
         action, _, argument = rest.partition(":")
         if point not in POINTS:
             raise UsageError(
@@ -72,10 +75,13 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
             raise UsageError(
                 "usage", f"unknown action {action!r} in {part!r}; actions: {', '.join(ACTIONS)}"
             )
+        if at and not when.isdecimal():
+            raise UsageError("usage", f"after @ stands the step of a save, got {part!r}")
+        step = int(when) if at else None
         if action != "sleep":
             if argument:
                 raise UsageError("usage", f"{action} takes no argument, got {part!r}")
-            faults.append(Fault(point, action))
+            faults.append(Fault(point, action, step=step))
             continue
         try:
             sleep_s = float(argument)
@@ -85,7 +91,7 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
             raise UsageError(
                 "usage", f"sleep takes seconds from 0 to {SLEEP_S_MAX:g}, got {part!r}"
             )
-        faults.append(Fault(point, action, sleep_s))
+        faults.append(Fault(point, action, sleep_s, step))
     return tuple(faults)
 
 
@@ -106,21 +112,21 @@ class FaultPoints:
         self._holding: dict[str, list[str]] = {}
         self._lock = threading.Lock()
 
-    async def at(self, point: str, save_key: str) -> None:
+    async def at(self, point: str, save_key: str, step: int) -> None:
         """Let what is planned for this point happen to this save; for the loop's own thread.
 
         Raises:
             InjectedFault: for `raise`.
             OSError: ENOSPC or EIO, for `enospc` and `eio`.
         """
-        for fault in self._due(point, save_key):
+        for fault in self._due(point, save_key, step):
             with self._held(fault, save_key):
                 await asyncio.sleep(fault.sleep_s)
             self._strike(fault)
 
-    def at_blocking(self, point: str, save_key: str) -> None:
+    def at_blocking(self, point: str, save_key: str, step: int) -> None:
         """Do the same from a writer thread, which `sleep` blocks. Raises what `at` raises."""
-        for fault in self._due(point, save_key):
+        for fault in self._due(point, save_key, step):
             with self._held(fault, save_key):
                 time.sleep(fault.sleep_s)
             self._strike(fault)
@@ -131,16 +137,16 @@ class FaultPoints:
             points = self._holding.get(save_key)
             return points[-1] if points else None
 
-    def _due(self, point: str, save_key: str) -> Iterator[Fault]:
+    def _due(self, point: str, save_key: str, step: int) -> Iterator[Fault]:
         """Yield what is to happen now, logged and marked as fired each just before."""
         for index, fault in enumerate(self._faults):
-            if fault.point != point:
+            if fault.point != point or fault.step not in (None, step):
                 continue
             with self._lock:
                 if (index, save_key) in self._fired:
                     continue
                 self._fired.add((index, save_key))
-            fields = {"point": point, "action": fault.action, "save": save_key}
+            fields = {"point": point, "action": fault.action, "save": save_key, "step": step}
             _log.warning("fault.fired", extra={"fields": fields})
             yield fault
 

@@ -44,6 +44,8 @@ from milepost.protocol import (
     PeerEnvelope,
     Ping,
     Pong,
+    PreemptionNoticed,
+    ReadsTold,
     Refused,
     SaveRef,
     Skipped,
@@ -103,6 +105,7 @@ from milepostd.core.events import (
     RankJoined,
     RankLeft,
     RankSaid,
+    RankSignalled,
     Retained,
     SessionLost,
     SessionOpened,
@@ -435,6 +438,8 @@ class Runtime:
                 )
             case Leave():
                 self._post(RankLeft(session=session.number, message=message))
+            case PreemptionNoticed() | ReadsTold():
+                self._post(RankSignalled(session=session.number, message=message))
             case Offered() | Staged() | Skipped() | Unable() | AbortWanted():
                 self._post(RankSaid(session=session.number, message=message))
 
@@ -655,12 +660,12 @@ class Runtime:
         started_s = time.monotonic()
 
         def on_bytes(count: int) -> None:
-            self.faults.at_blocking("mid-write", key)
+            self.faults.at_blocking("mid-write", key, save.step)
             self.counters.bytes_written(count)
             loop.call_soon_threadsafe(self._post, BytesWritten(save=save, count=count))
 
         try:
-            await self.faults.at("after-staged", key)
+            await self.faults.at("after-staged", key, save.step)
             write = partial(
                 write_rank,
                 Root(command.root),
@@ -674,7 +679,7 @@ class Runtime:
             file = await self._retried(
                 partial(self.writers.run, write, (key, rank)), command.until_ns
             )
-            await self.faults.at("after-write", key)
+            await self.faults.at("after-write", key, save.step)
         except Exception as error:  # every failure becomes the command's one event
             return FileFailed(
                 save=save, rank=rank, cause=cause_of(error, node=self.node_ref.node_id, rank=rank)
@@ -688,7 +693,7 @@ class Runtime:
     async def _write_fragment(self, command: WriteFragment) -> AnyEvent:
         save = command.save
         try:
-            await self.faults.at("before-durable", _key(save))
+            await self.faults.at("before-durable", _key(save), save.step)
             files = self.fragments.pop((save.job, save.save_id))
             ordered = tuple(files[rank] for rank in sorted(files))
             write = partial(
@@ -703,7 +708,7 @@ class Runtime:
         save = command.save
         started_s = time.monotonic()
         try:
-            await self.faults.at("before-plan", _key(save))
+            await self.faults.at("before-plan", _key(save), save.step)
             made = await self.planner.make_plan(save.job, command.reports)
         except Exception as error:  # every failure becomes the command's one event
             return PlanFailed(save=save, cause=cause_of(error, node=self.node_ref.node_id))
@@ -715,11 +720,11 @@ class Runtime:
     async def _build_index(self, command: BuildIndex) -> AnyEvent:
         save = command.save
         try:
-            await self.faults.at("before-metadata", _key(save))
+            await self.faults.at("before-metadata", _key(save), save.step)
             built = await self.planner.build_index(
                 save, command.root, command.files, command.fragments
             )
-            await self.faults.at("after-metadata", _key(save))
+            await self.faults.at("after-metadata", _key(save), save.step)
         except Exception as error:  # every failure becomes the command's one event
             return IndexFailed(save=save, cause=cause_of(error, node=self.node_ref.node_id))
         if isinstance(built, Cause):
@@ -729,15 +734,15 @@ class Runtime:
     async def _publish(self, command: Publish) -> AnyEvent:
         save, root = command.save, Root(command.root)
         try:
-            await self.faults.at("before-publish", _key(save))
+            await self.faults.at("before-publish", _key(save), save.step)
             path = await self._in_files(partial(root.publish, save))
             at_ms = time.time_ns() // 1_000_000
         except Exception as error:  # every failure becomes the command's one event
             return PublishFailed(save=save, cause=cause_of(error, node=self.node_ref.node_id))
         try:
-            await self.faults.at("after-publish", _key(save))
+            await self.faults.at("after-publish", _key(save), save.step)
             await self._in_files(partial(root.advance_latest, save))
-            await self.faults.at("before-committed", _key(save))
+            await self.faults.at("before-committed", _key(save), save.step)
         except Exception as error:  # the rename has happened: it is a checkpoint
             cause = cause_of(error, node=self.node_ref.node_id)
             emit("warning", "latest.unmoved", job=save.job, save=save.save_id, step=save.step,

@@ -157,10 +157,13 @@ def _write(
 def write_fragment(root: Root, save: SaveRef, node_id: str, files: Sequence[FragmentFile]) -> str:
     """Write this node's manifest fragment, durably with all names in the save's directory; return
     its file name.
+
+    A node whose ranks had nothing to write makes the directory, too. Raises as `write_rank` does.
     """
+    root.check_shared(save.job)
     name = FRAGMENT_PREFIX + check_name(node_id)
     fragment = Fragment(node_id=node_id, save_id=save.save_id, files=tuple(files))
-    root.write_file(root.save_dir(save) / name, encode(fragment))
+    root.write_file(root.open_save(save) / name, encode(fragment))
     return name
 
 

@@ -96,16 +96,24 @@ def nodes(
                 node.process.wait(5)
 
 
-def start_node(run_dir: Path, root: Path, flags: Sequence[str] = (), **environment: str) -> Node:
+def start_node(
+    run_dir: Path,
+    root: Path,
+    flags: Sequence[str] = (),
+    *,
+    prefix: Sequence[str] = (),
+    **environment: str,
+) -> Node:
     """Start a daemon without waiting for it. Its socket path must be short: pytest's are not, so
-    the run directory is a link target of a short name only where needed.
+    the run directory is a link target of a short name only where needed. `prefix`: a command that
+    executes the one after it, such as one that enters a namespace.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir / "test.log"
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "milepostd", "--run-dir", str(run_dir), "--root", str(root),
-             "--http", "", *flags],
+            [*prefix, sys.executable, "-m", "milepostd", "--run-dir", str(run_dir),
+             "--root", str(root), "--http", "", *flags],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -170,6 +178,11 @@ def run_ranks(
         sender.close()
         ranks.append((process, receiver))
     return _collect(ranks, timeout_s, set(expect_death))
+
+
+def duplex_pipe() -> tuple[Connection, Connection]:
+    """Return two ends, one of which may be among the `arguments` of `run_ranks`."""
+    return _context.Pipe()
 
 
 def judge(function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:

@@ -19,6 +19,10 @@ def test_points_actions_and_arguments_are_understood() -> None:
         Fault("mid-write", "sleep", 2.5),
         Fault("before-publish", "kill"),
     )
+    assert parse_faults("mid-write:eio@12,after-write:sleep:0.5@3") == (
+        Fault("mid-write", "eio", step=12),
+        Fault("after-write", "sleep", 0.5, 3),
+    )
     assert parse_faults("") == ()
 
 
@@ -32,6 +36,9 @@ def test_points_actions_and_arguments_are_understood() -> None:
         ("mid-write:sleep:-1", "sleep takes seconds"),
         ("mid-write:sleep:nan", "sleep takes seconds"),
         ("mid-write:kill:9", "kill takes no argument"),
+        ("mid-write:kill@", "after @ stands the step"),
+        ("mid-write:kill@-1", "after @ stands the step"),
+        ("mid-write@3:kill", "unknown action ''"),
     ],
 )
 def test_what_is_not_understood_is_refused(text: str, part: str) -> None:
@@ -48,20 +55,30 @@ def test_a_fault_fires_once_per_save_and_only_at_its_point(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     points = FaultPoints(parse_faults("mid-write:raise"))
-    points.at_blocking("after-write", "a")
+    points.at_blocking("after-write", "a", 1)
     with pytest.raises(InjectedFault, match="mid-write"):
-        points.at_blocking("mid-write", "a")
-    points.at_blocking("mid-write", "a")
+        points.at_blocking("mid-write", "a", 1)
+    points.at_blocking("mid-write", "a", 1)
     with pytest.raises(InjectedFault):
-        asyncio.run(points.at("mid-write", "b"))
+        asyncio.run(points.at("mid-write", "b", 1))
     assert [record.getMessage() for record in caplog.records] == ["fault.fired"] * 2
+
+
+def test_a_fault_with_a_step_leaves_the_saves_of_other_steps_alone() -> None:
+    points = FaultPoints(parse_faults("mid-write:raise@7"))
+    points.at_blocking("mid-write", "a", 6)
+    with pytest.raises(InjectedFault):
+        points.at_blocking("mid-write", "b", 7)
+    points.at_blocking("mid-write", "b", 7)
+    with pytest.raises(InjectedFault):
+        points.at_blocking("mid-write", "c", 7)
 
 
 @pytest.mark.parametrize(("action", "number"), [("enospc", errno.ENOSPC), ("eio", errno.EIO)])
 def test_a_disk_s_faults_look_like_the_disk_s(action: str, number: int) -> None:
     points = FaultPoints(parse_faults(f"mid-write:{action}"))
     with pytest.raises(OSError, match="mid-write") as caught:
-        points.at_blocking("mid-write", "a")
+        points.at_blocking("mid-write", "a", 1)
     assert caught.value.errno == number
 
 
@@ -69,14 +86,14 @@ def test_kill_and_stop_strike_the_daemon_itself() -> None:
     sent: list[tuple[int, int]] = []
     faults = parse_faults("before-plan:stop,before-plan:kill")
     points = FaultPoints(faults, lambda pid, number: sent.append((pid, number)))
-    points.at_blocking("before-plan", "a")
+    points.at_blocking("before-plan", "a", 1)
     assert sent == [(os.getpid(), signal.SIGSTOP), (os.getpid(), signal.SIGKILL)]
 
 
 def test_sleep_holds_one_save_is_told_and_leaves_the_loop_turning() -> None:
     async def main() -> None:
         points = FaultPoints(parse_faults("before-publish:sleep:3600"))
-        held = asyncio.create_task(points.at("before-publish", "a"))
+        held = asyncio.create_task(points.at("before-publish", "a", 1))
         await asyncio.sleep(0)
         assert points.holding("a") == "before-publish"
         assert points.holding("b") is None
@@ -100,7 +117,7 @@ def test_sleep_in_a_writer_thread_holds_that_thread_and_is_told(
         assert go_on.wait(10)
 
     monkeypatch.setattr("milepostd.faults.time.sleep", held)
-    writer = threading.Thread(target=points.at_blocking, args=("mid-write", "a"))
+    writer = threading.Thread(target=points.at_blocking, args=("mid-write", "a", 1))
     writer.start()
     assert entered.wait(10)
     assert points.holding("a") == "mid-write"

@@ -46,10 +46,18 @@ from milepost.protocol import (
     Ping,
     Planned,
     Pong,
+    Preempted,
+    PreemptionAsked,
+    PreemptionDecided,
+    PreemptionNoticed,
+    PreemptionSaid,
     Prepared,
     Progress,
     RankLayout,
+    RankReads,
     RankReport,
+    ReadsTold,
+    ReadsWanted,
     Refused,
     SaveRef,
     Skipped,
@@ -100,6 +108,8 @@ CLIENT: list[Message] = [
     AbortWanted(save=SAVE),
     Ping(),
     Leave(),
+    PreemptionNoticed(),
+    ReadsTold(reads=7),
     StatusWanted(),
 ]
 DAEMON: list[Message] = [
@@ -119,6 +129,8 @@ DAEMON: list[Message] = [
         slot_free=False,
     ),
     SlotFreed(save_id="3-7"),
+    ReadsWanted(),
+    Preempted(at_read=8),
     Pong(),
     Left(),
     StatusIs(status_json='{"version": 1, "jobs": []}'),
@@ -144,6 +156,9 @@ PEER: list[Message] = [
         cause=CAUSE,
         layout_valid=False,
     ),
+    PreemptionSaid(job="run@1", attempt=3, reads=(RankReads(0, 41), RankReads(1, 40))),
+    PreemptionAsked(job="run@1", attempt=3),
+    PreemptionDecided(job="run@1", attempt=3, at_read=42),
 ]
 
 

@@ -260,3 +260,12 @@ def test_a_new_arena_under_an_old_name_is_mapped_anew(tmp_path: Path) -> None:
     assert arenas.get(one.path).table == two.arena.table
     arenas.forget(one.path)
     arenas.close()
+
+
+def test_a_node_without_a_file_of_its_own_still_tells_so(tmp_path: Path) -> None:
+    """Replicas that other nodes write leave a node with nothing but its fragment."""
+    root = Root(tmp_path)
+    root.prepare()
+    save = SaveRef(job="j", save_id="1-1", step=1, name="step_1")
+    name = write_fragment(root, save, "node-b", [])
+    assert (root.save_dir(save) / name).exists()

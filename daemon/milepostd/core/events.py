@@ -17,7 +17,9 @@ from milepost.protocol import (
     Leave,
     Offered,
     PeerMessage,
+    PreemptionNoticed,
     RankLayout,
+    ReadsTold,
     SaveRef,
     Skipped,
     Staged,
@@ -68,6 +70,13 @@ class RankSaid(Event, frozen=True):
 
     session: int
     message: RankMessage
+
+
+class RankSignalled(Event, frozen=True):
+    """A joined session was told to go, or says how often it has asked whether anybody was."""
+
+    session: int
+    message: PreemptionNoticed | ReadsTold
 
 
 class RankLeft(Event, frozen=True):
@@ -217,6 +226,7 @@ AnyEvent: TypeAlias = (
     | SessionOpened
     | RankJoined
     | RankSaid
+    | RankSignalled
     | RankLeft
     | SessionLost
     | PeerSaid

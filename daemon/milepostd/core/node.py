@@ -26,7 +26,13 @@ from milepost.protocol import (
     Outcome,
     PeerMessage,
     Planned,
+    PreemptionAsked,
+    PreemptionDecided,
+    PreemptionMessage,
+    PreemptionSaid,
+    ReadsTold,
     Refused,
+    SaveMessage,
     SaveRef,
     Staged,
 )
@@ -69,6 +75,7 @@ from milepostd.core.events import (
     RankLeft,
     RankMessage,
     RankSaid,
+    RankSignalled,
     Retained,
     SessionLost,
     SessionOpened,
@@ -77,6 +84,7 @@ from milepostd.core.events import (
     TimerFired,
 )
 from milepostd.core.job import NO_ORDER, Job, LastCommitted, LastFailed, Seat, save_order
+from milepostd.core.preemption import Preemption
 from milepostd.core.save import SECOND_NS, Coordination, Participation
 
 JOBS_MAX: Final = 64
@@ -145,11 +153,13 @@ class Node:
         self.coordinations: dict[SaveKey, Coordination] = {}
         self.housekeeping = 0
         """Slow commands in flight that no save waits for: discards and retention."""
+        self.preemptions: dict[str, Preemption] = {}
+        """By job; at most one a job."""
         self.stops = 0
         self.peer_heard_at_ns: dict[str, int] = {}
         self.ended: deque[tuple[bool, SaveKey]] = deque()
         """Ended saves, oldest first, as (is a participation, key)."""
-        self.early: dict[EarlyKey, tuple[int, PeerMessage]] = {}
+        self.early: dict[EarlyKey, tuple[int, SaveMessage]] = {}
         """Messages for jobs that no local rank has joined yet, with when they came."""
         self._is_lingering = False
 
@@ -184,6 +194,8 @@ class Node:
                 return self._rank_joined(event, now_ns)
             case RankSaid():
                 return self._rank_said(event, now_ns)
+            case RankSignalled():
+                return self._rank_signalled(event, now_ns)
             case RankLeft():
                 return self._rank_left(event, now_ns)
             case SessionLost():
@@ -300,6 +312,9 @@ class Node:
                 fields={"job": join.job, "rank": join.rank, "pid": event.pid,
                         "attempt": join.attempt})
         )  # fmt: skip
+        preemption = self.preemptions.get(join.job)
+        if preemption is not None and preemption.job is job:
+            commands += preemption.joined(join.rank)
         return commands + self._replay_early(join.job, now_ns)
 
     def _why_not(self, join: Join) -> Cause | None:
@@ -392,6 +407,7 @@ class Node:
         for name, job in self.jobs.items():
             if all(seat.is_lost for seat in job.seats.values()) and not self._has_pending(job):
                 del self.jobs[name]
+                self.preemptions.pop(name, None)
                 known = {node_id for other in self.jobs.values() for node_id in other.nodes}
                 self.peer_heard_at_ns = {
                     node_id: at_ns
@@ -579,10 +595,40 @@ class Node:
     def _sweep(self, job: Job, ranks: tuple[int, ...]) -> SweepArenas:
         return SweepArenas(job=job.job, below_attempt=job.attempt, ranks=ranks)
 
+    # --- preemption
+
+    def _rank_signalled(self, event: RankSignalled, now_ns: int) -> list[Command]:
+        session = self.sessions.get(event.session)
+        if session is None:
+            return []
+        preemption, commands = self._preemption_of(session.job, now_ns)
+        if isinstance(event.message, ReadsTold):
+            return commands + preemption.reads_told(session.rank, event.message.reads)
+        return commands + preemption.noticed(session.rank)
+
+    def _preemption_heard(
+        self, node_id: str, message: PreemptionMessage, now_ns: int
+    ) -> list[Command]:
+        job = self.jobs.get(message.job)
+        if job is None or job.attempt != message.attempt or node_id not in job.nodes:
+            # Repeated by its sender, or history.
+            return []
+        preemption, commands = self._preemption_of(job, now_ns)
+        return commands + preemption.heard(node_id, message, now_ns)
+
+    def _preemption_of(self, job: Job, now_ns: int) -> tuple[Preemption, list[Command]]:
+        known = self.preemptions.get(job.job)
+        if known is not None and known.job is job:
+            return known, []
+        made = self.preemptions[job.job] = Preemption(job, self.node_id, now_ns)
+        return made, made.open()
+
     # --- peers
 
     def _peer_said(self, node_id: str, message: PeerMessage, now_ns: int) -> list[Command]:
         self.peer_heard_at_ns[node_id] = now_ns
+        if isinstance(message, PreemptionSaid | PreemptionAsked | PreemptionDecided):
+            return self._preemption_heard(node_id, message, now_ns)
         attempt, _ = save_order(message.save)
         if save_order(message.save) == NO_ORDER:
             return [self._stray(node_id, message)]
@@ -648,7 +694,7 @@ class Node:
         commands = participation.heard_outcome(message, now_ns)
         return commands + self._after_participation(participation, was_concluded=False)
 
-    def _stray(self, node_id: str, message: PeerMessage) -> Log:
+    def _stray(self, node_id: str, message: SaveMessage) -> Log:
         return Log(
             level="info",
             event="message.dropped",
@@ -656,7 +702,7 @@ class Node:
             fields={"peer": node_id, "type": type(message).__name__},
         )
 
-    def _keep_early(self, node_id: str, message: PeerMessage, now_ns: int) -> None:
+    def _keep_early(self, node_id: str, message: SaveMessage, now_ns: int) -> None:
         key = (node_id, message.save.job, message.save.save_id, type(message).__name__)
         self.early.pop(key, None)
         self.early[key] = (now_ns, message)
@@ -666,7 +712,7 @@ class Node:
             del self.early[next(iter(self.early))]
 
     @staticmethod
-    def _is_stale(entry: tuple[int, PeerMessage], now_ns: int) -> bool:
+    def _is_stale(entry: tuple[int, SaveMessage], now_ns: int) -> bool:
         return now_ns - entry[0] > int(EARLY_S * SECOND_NS)
 
     def _replay_early(self, job: str, now_ns: int) -> list[Command]:
@@ -816,6 +862,9 @@ class Node:
         kind, _, rest = timer.partition("/")
         if kind == "linger":
             return self._linger_over()
+        if kind == "preemption":
+            preemption = self.preemptions.get(rest)
+            return [] if preemption is None else preemption.repeat(now_ns)
         if kind == "recall":
             return self._recall_over(rest, now_ns)
         job, _, save_id = rest.rpartition("/")

@@ -1,0 +1,176 @@
+"""How one rank's SIGTERM becomes the same answer on all ranks, at the same read of `preempted`.
+
+Ranks of a training loop read the flag once a step, in lockstep by their collectives, but not at the
+same instant: if each turned true when word reached it, one would save step 100 and leave while the
+next goes on to 101. So the ranks are asked how often they have read the flag; from its answer on a
+rank holds its next read; the coordinator then names the read after the greatest count, which nobody
+has made yet. Both roles live here, one object a job and node; words that are lost are repeated.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from milepost.protocol import (
+    Preempted,
+    PreemptionAsked,
+    PreemptionDecided,
+    PreemptionMessage,
+    PreemptionSaid,
+    RankReads,
+    ReadsWanted,
+)
+from milepostd.core.commands import ClearTimer, Command, Log, Reply, Send, SetTimer
+from milepostd.core.job import Job
+
+REPEAT_NS: Final = 1_000_000_000
+"""How long an answer is waited for before a word is repeated."""
+
+DECIDE_NS: Final = 5_000_000_000
+"""How long the coordinator waits for all ranks: a preempted node may be gone, and the grace time of
+the others runs. Ranks hold their reads meanwhile."""
+
+
+class Preemption:
+    """One job's preemption, as one node knows it."""
+
+    def __init__(self, job: Job, node_id: str, now_ns: int) -> None:
+        self.job = job
+        self.node_id = node_id
+        self.opened_at_ns = now_ns
+        self.at_read: int | None = None
+        """The decision."""
+        self.told: dict[int, int] = {}
+        """Reads of the local ranks that have told."""
+        self.is_asked = False
+        """Whether the coordinator wants the local ranks to tell."""
+        self.known: dict[int, int] = {}
+        """Coordinator: reads of all ranks that have told, on any node."""
+        self.has_asked = False
+        """Coordinator: whether the nodes have been asked."""
+
+    def open(self) -> list[Command]:
+        """First word of any kind."""
+        return [self._timer(self.opened_at_ns)]
+
+    def noticed(self, rank: int) -> list[Command]:
+        """A local rank was told to go."""
+        if self.at_read is not None:
+            return self._reply(rank)
+        return self._say()
+
+    def reads_told(self, rank: int, reads: int) -> list[Command]:
+        """A local rank says how often it has read, and holds the next read."""
+        if self.at_read is not None:
+            return self._reply(rank)
+        self.told.setdefault(rank, reads)
+        return self._say() if not self._untold() else []
+
+    def joined(self, rank: int) -> list[Command]:
+        """A rank took its place while this is under way."""
+        return self._reply(rank) if self.at_read is not None or self.is_asked else []
+
+    def heard(self, node_id: str, message: PreemptionMessage, now_ns: int) -> list[Command]:
+        """Another node's word, or this node's own in its other role."""
+        match message:
+            case PreemptionSaid():
+                return self._said(node_id, message, now_ns)
+            case PreemptionAsked() if node_id == self.job.coordinator.node_id:
+                self.is_asked = True
+                if self._untold():
+                    return [each for rank in self._untold() for each in self._reply(rank)]
+                return self._say()
+            case PreemptionDecided() if node_id == self.job.coordinator.node_id:
+                return self._decided(message.at_read)
+            case _:
+                return []
+
+    def repeat(self, now_ns: int) -> list[Command]:
+        """Nothing was decided for a while: say it again."""
+        if self.at_read is not None:
+            return []
+        commands: list[Command] = [self._timer(now_ns)]
+        if self.has_asked:
+            if now_ns - self.opened_at_ns >= DECIDE_NS:
+                return self._decide()
+            commands += self._ask()
+        if self.is_asked:
+            commands += [each for rank in self._untold() for each in self._reply(rank)]
+        return commands + self._say()
+
+    # --- the node's part
+
+    def _say(self) -> list[Command]:
+        """Tell the coordinator what is known here; no counts mean: ask them."""
+        counts = [] if self._untold() else sorted(self.told.items())
+        reads = tuple(RankReads(rank, count) for rank, count in counts)
+        return self._send_all(
+            PreemptionSaid(job=self.job.job, attempt=self.job.attempt, reads=reads),
+            [self.job.coordinator.node_id],
+        )
+
+    def _untold(self) -> list[int]:
+        return [
+            rank
+            for rank, seat in self.job.seats.items()
+            if not seat.is_lost and rank not in self.told
+        ]
+
+    def _reply(self, rank: int) -> list[Command]:
+        seat = self.job.seats.get(rank)
+        if seat is None or seat.is_lost:
+            return []
+        message = ReadsWanted() if self.at_read is None else Preempted(at_read=self.at_read)
+        return [Reply(session=seat.session, message=message)]
+
+    def _decided(self, at_read: int) -> list[Command]:
+        if self.at_read is not None:
+            return []
+        self.at_read = at_read
+        commands: list[Command] = [
+            ClearTimer(timer=f"preemption/{self.job.job}"),
+            Log(level="warning", event="job.preempted", fields={"job": self.job.job}),
+        ]
+        for rank in self.job.seats:
+            commands += self._reply(rank)
+        return commands
+
+    # --- the coordinator's part
+
+    def _said(self, node_id: str, message: PreemptionSaid, now_ns: int) -> list[Command]:
+        if self.job.coordinator.node_id != self.node_id or node_id not in self.job.nodes:
+            return []
+        if self.at_read is not None:
+            return self._send_all(self._decision(self.at_read), [node_id])
+        ranks = self.job.ranks_of[node_id]
+        self.known |= {each.rank: each.reads for each in message.reads if each.rank in ranks}
+        if len(self.known) == self.job.world:
+            return self._decide()
+        if self.has_asked:
+            return []
+        self.has_asked = True
+        return self._ask()
+
+    def _ask(self) -> list[Command]:
+        asked = PreemptionAsked(job=self.job.job, attempt=self.job.attempt)
+        silent = [
+            node_id
+            for node_id, ranks in self.job.ranks_of.items()
+            if any(rank not in self.known for rank in ranks)
+        ]
+        return self._send_all(asked, silent)
+
+    def _decide(self) -> list[Command]:
+        # A rank that never told may have read more often: it turns true at once, which is the best
+        # that can be done for it.
+        at_read = max([*self.known.values(), *self.told.values()], default=0) + 1
+        return self._send_all(self._decision(at_read), list(self.job.nodes))
+
+    def _decision(self, at_read: int) -> PreemptionDecided:
+        return PreemptionDecided(job=self.job.job, attempt=self.job.attempt, at_read=at_read)
+
+    def _send_all(self, message: PreemptionMessage, nodes: list[str]) -> list[Command]:
+        return [Send(node=self.job.nodes[node_id], message=message) for node_id in nodes]
+
+    def _timer(self, now_ns: int) -> SetTimer:
+        return SetTimer(timer=f"preemption/{self.job.job}", at_ns=now_ns + REPEAT_NS)
