@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
 import torch
 
+from milepost.claims import Ownership, reading
 from milepost.connection import error_of, fetch_status
 from milepost.errors import (
     LoadFailed,
@@ -246,6 +247,8 @@ class Checkpointer:
         """Directory names this attempt has saved under, or resumed from, with a word on which."""
         self._step_last = -1
         """Greatest step this attempt has saved."""
+        self._ownership: Ownership | None = None
+        """Rank 0: the job's claim on the root, from its first save on."""
         self._is_closed = False
         self._preparing: threading.Thread | None = None
         self._loads = 0
@@ -515,7 +518,7 @@ class Checkpointer:
             content = self._collect(ref, state, per_rank)
             selection = None if self._overlap is None else self._overlap.select(content.items)
             self._join()
-            self._check_foreign(name)
+            self._check_root(name)
             if self._take_turn(ref, save):
                 self._stage(ref, save, content, selection)
         except UsageError as error:
@@ -539,7 +542,7 @@ class Checkpointer:
             step=step,
             name=name,
             # What stands under the name belongs to an abandoned future, or overwriting was asked
-            # for: `_check_repeated` and `_check_foreign` have refused the rest.
+            # for: `_check_repeated` and `_check_root` have refused the rest.
             overwrite=True,
             is_plan_only=is_plan_only,
         )
@@ -555,9 +558,17 @@ class Checkpointer:
             "save another step, or make the Checkpointer with overwrite=True",
         )
 
-    def _check_foreign(self, name: str) -> None:
-        """Refuse to replace a directory that milepost did not write; one rank looks for all."""
-        if self.rank != 0 or self._overwrite:
+    def _check_root(self, name: str) -> None:
+        """Claim the root for this job, and refuse to replace a directory that milepost did not
+        write; one rank does it for all.
+
+        Raises Rejected("root-locked"), UsageError("already-committed").
+        """
+        if self.rank != 0:
+            return
+        if self._ownership is None:
+            self._ownership = Ownership.take(Root(self.root), self.job)
+        if self._overwrite:
             return
         path = self.root / name
         if path.exists() and not (path / ".milepost").exists():
@@ -809,14 +820,15 @@ class Checkpointer:
             self._taken.clear()
             self._step_last = -1
             self._session.vacate()
-        report = load_checkpoint(
-            self.root / name,
-            chosen,
-            state,
-            rank=self.rank,
-            partial=partial,
-            process_group=self._process_group,
-        )
+        with reading(Root(self.root), name):
+            report = load_checkpoint(
+                self.root / name,
+                chosen,
+                state,
+                rank=self.rank,
+                partial=partial,
+                process_group=self._process_group,
+            )
         self._taken[name] = "the checkpoint this attempt resumed from"
         if report.unexpected and not partial and self.rank == 0:
             named = ", ".join(map(repr, report.unexpected[:8]))
@@ -868,6 +880,8 @@ class Checkpointer:
             return
         self._is_closed = True
         self._preemption.close()
+        if self._ownership is not None:
+            self._ownership.close()
         self._finish_preparing()
         if self._overlap is not None:
             self._overlap.close()

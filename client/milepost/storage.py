@@ -247,6 +247,11 @@ class Root:
         self._partial: Final = self.path / PARTIAL_NAME
         self._run: Final = self.path / RUN_NAME
 
+    @property
+    def run_path(self) -> Path:
+        """Where locks, attempts and leases are."""
+        return self._run
+
     # --- the root itself --------------------------------------------------------------------------
 
     def prepare(self) -> None:

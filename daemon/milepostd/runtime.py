@@ -28,6 +28,7 @@ import msgspec
 import psutil
 
 from milepost.arena import find_arenas
+from milepost.claims import being_read
 from milepost.errors import MilepostError, StorageError, UsageError
 from milepost.format.manifest import FragmentFile
 from milepost.protocol import (
@@ -865,11 +866,14 @@ def _discard(root: Root, save: SaveRef) -> None:
 def _retain(root: Root, command: Retain) -> tuple[str, ...]:
     """Remove what no rule keeps; return the names."""
     entries = root.checkpoints()
+    read = being_read(root)
     names = doomed(
         [(entry.name, entry.step, entry.order) for entry in entries],
         command.keep,
         foreign={entry.name for entry in entries if not entry.save_id},
     )
+    # What is being read goes at a later commit.
+    names = [name for name in names if name not in read]
     for name in names:
         root.remove_checkpoint(name)
     return tuple(names)

@@ -330,6 +330,32 @@ def test_one_daemon_serves_several_jobs_at_once(folder: Path) -> None:
     assert [1, 1] == [job["committed_total"] for job in jobs]
 
 
+def save_beside_another_job(rank: Rank) -> tuple[str, str, str]:
+    import torch
+
+    from milepost import Checkpointer, SaveFailed
+
+    state = {"w": torch.ones(3)}
+    with Checkpointer(rank.root, job="first") as one:
+        one.save(1, state).wait(60)
+        with Checkpointer(rank.root, job="second") as two:
+            assert 1 == two.load({"w": torch.zeros(3)}).step, "reading is for everybody"
+            with pytest.raises(SaveFailed) as failure:
+                two.save(2, state).wait(60)
+    with Checkpointer(rank.root, job="second") as two:
+        path = two.save(3, state).wait(60).path
+    return failure.value.code, failure.value.message, str(path)
+
+
+def test_a_second_job_on_a_root_is_refused_by_name_until_the_first_has_left(folder: Path) -> None:
+    root = folder / "root"
+    with nodes(folder, 1, root) as (node,):
+        ((code, message, path),) = run_ranks(save_beside_another_job, root, [node])
+    assert "root-locked" == code
+    assert "in use by job first" in message
+    assert str(root / "step_3") == path
+
+
 def save_where_forbidden(rank: Rank) -> str:
     import torch
 

@@ -60,7 +60,7 @@ WITHOUT_TORCH = (
     "milepostd.runtime",
 )
 
-RESERVED_CODES = {"root-locked"}
+RESERVED_CODES: set[str] = set()
 """Part of the contract, and not raised yet."""
 
 ERRORS = {

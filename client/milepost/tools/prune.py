@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from milepost.claims import being_read
 from milepost.protocol import Keep
 from milepost.retention import doomed
 from milepost.storage import Root
@@ -40,6 +41,7 @@ def prune(path: Path, keep_last: int, *, dry_run: bool = False) -> Pruning:
     entries = root.checkpoints()
     foreign = [entry.name for entry in entries if not entry.save_id]
     latest = root.latest()
+    read = being_read(root)
     removed = [
         name
         for name in doomed(
@@ -47,7 +49,7 @@ def prune(path: Path, keep_last: int, *, dry_run: bool = False) -> Pruning:
             Keep(last=max(keep_last, 1)),
             foreign=foreign,
         )
-        if name != latest
+        if name != latest and name not in read
     ]
     if not dry_run:
         for name in removed:
