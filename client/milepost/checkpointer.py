@@ -461,7 +461,6 @@ class Checkpointer:
             self._saves[ref.save_id] = save
         try:
             content = self._collect(ref, state, per_rank)
-            self._join()
             self._plan(ref, save, content)
             self._stager.fault_in()
         except MilepostError as error:
@@ -517,7 +516,6 @@ class Checkpointer:
         try:
             content = self._collect(ref, state, per_rank)
             selection = None if self._overlap is None else self._overlap.select(content.items)
-            self._join()
             self._check_root(name)
             if self._take_turn(ref, save):
                 self._stage(ref, save, content, selection)
@@ -581,18 +579,23 @@ class Checkpointer:
     def _collect(
         self, ref: SaveRef, state: Mapping[str, Any], per_rank: Mapping[str, Any] | None
     ) -> _Content:
-        """List what the state holds, by a SavePlanner of the user's if there is one."""
+        """List what the state holds, by a SavePlanner of the user's if there is one.
+
+        The rank takes its place at the daemon first: a refusal has to reach the other ranks.
+        """
         place = (self.world, self.rank)
         if self._exchange is None:
+            self._join()
             flat, paths = flatten(with_per_rank(state, per_rank, self.rank))
             items = collect(flat, paths)
             return _Content(items, fingerprint(items, place), None, None)
         assert self._planner is not None
         try:
+            self._join()
             nested = call_stateful(with_per_rank(state, per_rank, self.rank))
         except Exception as error:
             # The others are on their way to plan together, and must not wait for this rank.
-            self._exchange.refuse(ref.save_id, f"reading the state, raised {error!r}")
+            self._exchange.refuse(ref.save_id, f"before it could plan, raised {error!r}")
             raise
         final = self._exchange.plan(nested, ref.save_id)
         resolved = resolve(final.plan, self._planner)

@@ -18,7 +18,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from functools import cached_property, lru_cache
+from itertools import compress, product
 from math import prod
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -50,6 +51,9 @@ FAULTS_SHOWN_MAX: Final = 10
 BOXES_MAX: Final = 1024
 """Boxes one local shard may fall apart into; each costs a container of 1.5 KiB and an entry of the
 index."""
+
+PARTS_KEPT: Final = 1 << 16
+"""Parts of DTensors that are remembered, by size and cut; about 1 KiB each."""
 
 DIGEST_BYTES_MAX: Final = 64 << 10
 """Replicas on the CPU up to this size get a digest; larger ones cost more than the finding is
@@ -86,35 +90,63 @@ def _is_traversed(values: list[Any]) -> bool:
     )
 
 
+class Paths(Mapping[str, Path]):
+    """The path of each key of a flattened state.
+
+    Filled as columns, one entry a leaf, and put together when first asked for: only a plan asks.
+    """
+
+    def __init__(self, flat: Flat) -> None:
+        self._flat = flat
+        self.parents: list[Path] = []
+        """Where the container stands."""
+        self.names: list[str | int] = []
+        """The key or index in it."""
+
+    @cached_property
+    def _by_key(self) -> dict[str, Path]:
+        leaves = zip(self._flat, self.parents, self.names, strict=True)
+        return {key: (*parent, name) for key, parent, name in leaves}
+
+    def __getitem__(self, key: str) -> Path:
+        return self._by_key[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._flat)
+
+    def __len__(self) -> int:
+        return len(self._flat)
+
+
+def _named(values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    return zip(map(str, values), values.values(), strict=True)
+
+
 def _walk(
     entries: Iterable[tuple[Any, Any]],
     prefix: str,
     path: Path,
     flat: Flat,
-    paths: dict[str, Path],
+    paths: Paths,
     forms: dict[type, int],
-) -> int:
-    """Add all leaves below `entries` to `flat` and `paths`; return how many there were.
+) -> None:
+    """Add all leaves below `entries` to `flat` and `paths`.
 
     A module-level function, since a recursive closure is a reference cycle that would keep the
     whole state alive.
     """
-    count = 0
+    put_parent, put_name = paths.parents.append, paths.names.append
     for name, value in entries:
-        key = f"{prefix}{name}"
         form = forms.get(type(value))
         if form is None:
             form = forms[type(value)] = _form(type(value))
         if form == _LEAF or (form == _LIST and not _is_traversed(value)):
-            flat[key] = value
-            paths[key] = (*path, name)
-            count += 1
-        elif form == _MAPPING:
-            inner = [(str(inner_name), inner_value) for inner_name, inner_value in value.items()]
-            count += _walk(inner, f"{key}.", (*path, name), flat, paths, forms)
+            flat[f"{prefix}{name}"] = value
+            put_parent(path)
+            put_name(name)
         else:
-            count += _walk(enumerate(value), f"{key}.", (*path, name), flat, paths, forms)
-    return count
+            inner = _named(value) if form == _MAPPING else enumerate(value)
+            _walk(inner, f"{prefix}{name}.", (*path, name), flat, paths, forms)
 
 
 def _raw_paths(
@@ -220,25 +252,24 @@ def with_per_rank(
     return merged
 
 
-def flatten(state: Mapping[Any, Any]) -> tuple[Flat, dict[str, Path]]:
+def flatten(state: Mapping[Any, Any]) -> tuple[Flat, Paths]:
     """Return the state's leaves by flattened key, and each key's path, as torch's
     DefaultSavePlanner has them.
 
     Stateful entries of the top level are called first. The values are the live ones, not copies.
-    About 0.5 us an entry. Raises UsageError: "key-collision", or "usage" for a state that is no
+    About 0.3 us an entry. Raises UsageError: "key-collision", or "usage" for a state that is no
     mapping or contains itself.
     """
     called = call_stateful(state)
     flat: Flat = {}
-    paths: dict[str, Path] = {}
+    paths = Paths(flat)
     try:
-        entries = [(str(name), value) for name, value in called.items()]
-        count = _walk(entries, "", (), flat, paths, {})
+        _walk(_named(called), "", (), flat, paths, {})
     except RecursionError as error:
         raise UsageError(
             "usage", "the state contains itself, or is nested too deeply", "pass a finite state"
         ) from error
-    if count != len(flat):
+    if len(paths.names) != len(flat):
         raise _collision(called)
     return flat, paths
 
@@ -542,6 +573,35 @@ def plain_tensor(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+class _LocalPart(NamedTuple):
+    """What one rank holds of a DTensor of some size, cut in some way."""
+
+    placement: str
+    """As in `Items.placements`."""
+    offsets: Box
+    sizes: Box
+    """Of the first box."""
+    boxes: list[LocalBox]
+
+
+@lru_cache(maxsize=PARTS_KEPT)
+def _local_part(
+    size: Box,
+    placements: tuple[Any, ...],
+    mesh_shape: Box,
+    place: Box,
+    shard_order: tuple[Any, ...] | None,
+) -> _LocalPart:
+    """Return the part at a place in the mesh. Raises ValueError as `_splits` does."""
+    # A tensor dimension cut by several mesh dimensions is cut from left to right unless the spec
+    # says otherwise.
+    order = [dim for entry in shard_order or () for dim in entry.mesh_dims]
+    order += [dim for dim in range(len(placements)) if dim not in order]
+    boxes = local_boxes(tuple(size), _splits(placements, mesh_shape, place, order))
+    placement = f"{mesh_shape} {list(place)} {placements!r} {order}"
+    return _LocalPart(placement, boxes[0].offsets, boxes[0].sizes, boxes)
+
+
 class _Collector:
     """Turns values into items, and remembers what had to be refused. Lives for one call of
     `collect`.
@@ -550,10 +610,8 @@ class _Collector:
     def __init__(self, items: Items) -> None:
         self.items = items
         self.faults: list[str] = []
-        # Keys hold the mesh by id and not by value, since hashing a mesh is slow; the DTensors keep
-        # the ids valid.
-        self._meshes: dict[int, tuple[Box, list[int] | None]] = {}
-        self._boxes: dict[Any, tuple[list[LocalBox], str]] = {}
+        # By id, since hashing a mesh is slow; the DTensors keep the ids valid.
+        self._meshes: dict[int, tuple[Box, Box | None]] = {}
 
     def add(self, key: str, value: Any, sort: str) -> None:
         try:
@@ -611,76 +669,58 @@ class _Collector:
             placement=placement,
         )
 
-    def _add_dtensor(self, key: str, value: DTensor) -> None:
+    def part(self, value: DTensor) -> _LocalPart | None:
+        """Return what this rank holds of a DTensor; None outside its mesh. Raises ValueError."""
         spec = value._spec
-        mesh, placements, size = spec.mesh, spec.placements, value.shape
+        mesh = spec.mesh
         found = self._meshes.get(id(mesh))
         if found is None:
             coordinate = mesh.get_coordinate()
-            found = (tuple(mesh.shape), None if coordinate is None else list(coordinate))
+            found = (tuple(mesh.shape), None if coordinate is None else tuple(coordinate))
             self._meshes[id(mesh)] = found
         mesh_shape, place = found
         if place is None:
+            return None
+        return _local_part(value.shape, spec.placements, mesh_shape, place, spec.shard_order)
+
+    def usual_part(self, value: DTensor) -> _LocalPart | None:
+        """Return what this rank holds if that is one box; None for what `add` must look at."""
+        try:
+            part = self.part(value)
+        except ValueError:
+            return None
+        return part if part is not None and len(part.boxes) == 1 else None
+
+    def _add_dtensor(self, key: str, value: DTensor) -> None:
+        part = self.part(value)
+        if part is None:
             return
-        cut = (id(mesh), placements, size, spec.shard_order)
-        known = self._boxes.get(cut)
-        if known is None:
-            # A tensor dimension cut by several mesh dimensions is cut from left to right unless the
-            # spec says otherwise.
-            order = [dim for entry in spec.shard_order or () for dim in entry.mesh_dims]
-            order += [dim for dim in range(len(placements)) if dim not in order]
-            boxes = local_boxes(tuple(size), _splits(placements, mesh_shape, place, order))
-            known = (boxes, f"{mesh_shape} {place} {placements!r} {order}")
-            self._boxes[cut] = known
-        boxes, placement = known
-        local = value._local_tensor
-        # The usual case is written out, as in `collect`.
-        if (
-            len(boxes) == 1
-            and type(local) is torch.Tensor
-            and local.layout is torch.strided
-            and not local.is_nested
-            and local.data_ptr()
-            and (dtype := local.dtype) in _DTYPE_NAMES
-            and (shape := local.shape) == boxes[0].sizes
-        ):
-            items = self.items
-            items.keys.append(key)
-            items.kinds.append(1)
-            items.sources.append(local)
-            items.dtypes.append(dtype)
-            items.global_sizes.append(size)
-            items.offsets.append(boxes[0].offsets)
-            items.sizes.append(shape)
-            items.devices.append("cpu" if local.is_cpu else local.device.type)
-            items.placements.append(placement)
-            return
+        local, size, boxes = value._local_tensor, value.shape, part.boxes
         if _sort(type(local)) == _DECLARED:
             self._add_declared(key, value)
             return
         if len(boxes) == 1:
-            box = boxes[0]
             self._add_shard(
                 key,
                 local,
                 global_size=size,
-                offsets=box.offsets,
-                sizes=box.sizes,
-                placement=placement,
+                offsets=part.offsets,
+                sizes=part.sizes,
+                placement=part.placement,
             )
             return
         local = plain_tensor(local).detach()
         for box in boxes:
-            part = local
+            piece = local
             for dim, (at, length) in enumerate(zip(box.local_offsets, box.sizes, strict=True)):
-                part = part[(slice(None),) * dim + (slice(at, at + length),)]
+                piece = piece[(slice(None),) * dim + (slice(at, at + length),)]
             self._add_shard(
                 key,
-                part,
+                piece,
                 global_size=size,
                 offsets=box.offsets,
                 sizes=box.sizes,
-                placement=placement,
+                placement=part.placement,
             )
 
     def _add_sharded(self, key: str, value: ShardedTensor) -> None:
@@ -745,7 +785,7 @@ def collect(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Items:
     items = Items(owners=flat, paths=paths)
     collector = _Collector(items)
     sorts: dict[type, str] = {}
-    strided, storable, plain = torch.strided, _DTYPE_NAMES, _PLAIN
+    strided, storable, plain, dtensor = torch.strided, _DTYPE_NAMES, _PLAIN, _DTENSOR
     zeros = [(0,) * dims for dims in range(65)]
     put_key, put_kind, put_source = items.keys.append, items.kinds.append, items.sources.append
     put_dtype, put_size, put_device = items.dtypes.append, items.sizes.append, items.devices.append
@@ -756,7 +796,7 @@ def collect(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Items:
         sort = sorts.get(cls)
         if sort is None:
             sort = sorts[cls] = _sort(cls)
-        # The usual case is written out, since a call for each of 11,000 tensors costs as much as
+        # The usual cases are written out, since a call for each of 11,000 tensors costs as much as
         # their copies.
         if (
             sort is plain
@@ -775,6 +815,25 @@ def collect(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Items:
             put_size(size)
             put_device("cpu" if value.is_cpu else value.device.type)
             put_placement("")
+        elif (
+            sort is dtensor
+            and (part := collector.usual_part(value)) is not None
+            and type(local := value._local_tensor) is torch.Tensor
+            and local.layout is strided
+            and not local.is_nested
+            and local.data_ptr()
+            and (dtype := local.dtype) in storable
+            and (size := local.shape) == part.sizes
+        ):
+            put_key(key)
+            put_kind(1)
+            put_source(local)
+            put_dtype(dtype)
+            put_global(value.shape)
+            put_offsets(part.offsets)
+            put_size(size)
+            put_device("cpu" if local.is_cpu else local.device.type)
+            put_placement(part.placement)
         else:
             collector.add(key, value, sort)
     if collector.faults:
@@ -805,23 +864,18 @@ def fingerprint(items: Items, extra: Sequence[Any] = ()) -> str:
     objects, digests. The same in every process. About 0.3 us an item. Raises UsageError("usage")
     for a key that is not valid Unicode.
     """
-    # A whole tensor's global size and offsets follow from its shape, so only shards pay for these
-    # columns.
-    shards = [
-        (global_size, offsets, placement)
-        for global_size, offsets, placement in zip(
-            items.global_sizes, items.offsets, items.placements, strict=True
-        )
-        if placement
-    ]
-    devices = items.devices
+    devices, placements = items.devices, items.placements
     columns = (
         items.keys,
         bytes(items.kinds),
         dtype_names(items.dtypes),
         items.sizes,
         devices[:1] if len(set(devices)) == 1 else devices,
-        shards,
+        # A whole tensor's global size and offsets follow from its shape, so only shards pay for
+        # these columns.
+        placements if any(placements) else (),
+        tuple(compress(items.global_sizes, placements)),
+        tuple(compress(items.offsets, placements)),
         extra,
     )
     try:
