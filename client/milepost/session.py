@@ -204,7 +204,7 @@ class Session:
     def leave(self) -> bool:
         """Say goodbye; return whether the daemon said that nothing of this rank is pending."""
         with self._changed:
-            if self._connection is None or not self._is_joined:
+            if self._connection is None:
                 return False
             self._connection.send(Leave())
             self._changed.wait_for(lambda: self._has_left or self._connection is None, LEAVE_S)

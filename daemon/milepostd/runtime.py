@@ -40,6 +40,7 @@ from milepost.protocol import (
     Hello,
     Join,
     Leave,
+    Left,
     NodeRef,
     Offered,
     PeerEnvelope,
@@ -598,6 +599,8 @@ class Runtime:
         if isinstance(command.message, Concluded):
             self._count_outcome(command.message)
         self.transport.reply(session.route, command.message)
+        if isinstance(command.message, Left):
+            self._session_ended(session, "it said goodbye")
 
     def _count_outcome(self, message: Concluded) -> None:
         if message.cause is not None:

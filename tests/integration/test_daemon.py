@@ -330,6 +330,29 @@ def test_one_daemon_serves_several_jobs_at_once(folder: Path) -> None:
     assert [1, 1] == [job["committed_total"] for job in jobs]
 
 
+def open_and_close_many(rank: Rank) -> list[int]:
+    import torch
+
+    from milepost import Checkpointer
+
+    counts = []
+    for number in range(12):
+        with Checkpointer(rank.root / str(number % 2)) as ck:
+            if number % 3:
+                ck.save(number, {"w": torch.ones(3)}).wait(60)
+            pid = ck.status()["node"]["pid"]
+        counts.append(len(os.listdir(f"/proc/{pid}/fd")) + len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+def test_checkpointers_that_come_and_go_leave_no_descriptors(folder: Path) -> None:
+    root = folder / "root"
+    with nodes(folder, 1, root) as (node,):
+        (counts,) = run_ranks(open_and_close_many, root, [node])
+        assert [] == node.status()["sessions"]
+    assert counts[4] >= counts[-1], counts
+
+
 def save_beside_another_job(rank: Rank) -> tuple[str, str, str]:
     import torch
 
