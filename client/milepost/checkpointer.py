@@ -173,33 +173,8 @@ class Checkpointer:
         optimizer: Optimizers | None = None,
         deadline_s: float = 600.0,
     ) -> None:
-        _check_choice("on_busy", on_busy, ("wait", "skip"))
-        _check_choice("on_failure", on_failure, ("warn", "raise"))
-        _check_choice("staging", staging, ("blocking", "overlap"))
-        self._overlap: Overlap | None = None
-        if staging == "overlap":
-            self._overlap = Overlap(optimizer)
-            if planner is not None and not is_default(planner):
-                raise UsageError(
-                    "usage",
-                    f"staging='overlap' with a {type(planner).__name__}: what a SavePlanner hands "
-                    "over cannot be told from a copy",
-                    "use staging='blocking' with a planner of your own",
-                )
-        elif optimizer is not None:
-            raise UsageError(
-                "usage", "optimizer= has no effect with staging='blocking'", "leave it out"
-            )
-        if slots < 2:
-            raise UsageError(
-                "usage", f"slots is {slots!r}, below 2", "one is written while one is filled"
-            )
-        if not deadline_s > 0:
-            raise UsageError("usage", f"deadline_s is {deadline_s!r}, not above 0")
-        if keep is not None and not isinstance(keep, Policy):
-            raise UsageError(
-                "usage", f"keep is a {type(keep).__name__}", "use KeepLast(n) and the like"
-            )
+        _check_options(on_busy, on_failure, staging, slots, deadline_s, keep)
+        self._overlap = _make_overlap(staging, optimizer, planner)
         self.root = Path(os.path.realpath(root))
         self._process_group = process_group
         self._planner = planner
@@ -909,6 +884,52 @@ class Checkpointer:
             failures, self._failures = self._failures, []
         if failures:
             raise failures[0].failure()
+
+
+def _check_options(
+    on_busy: object,
+    on_failure: object,
+    staging: object,
+    slots: int,
+    deadline_s: float,
+    keep: object,
+) -> None:
+    """Refuse options that are none. Raises UsageError."""
+    _check_choice("on_busy", on_busy, ("wait", "skip"))
+    _check_choice("on_failure", on_failure, ("warn", "raise"))
+    _check_choice("staging", staging, ("blocking", "overlap"))
+    if type(slots) is not int or slots < 2:
+        raise UsageError(
+            "usage",
+            f"slots is {slots!r}, not a whole number of at least 2",
+            "one is written while one is filled",
+        )
+    if not deadline_s > 0:
+        raise UsageError("usage", f"deadline_s is {deadline_s!r}, not above 0")
+    if keep is not None and not isinstance(keep, Policy):
+        raise UsageError(
+            "usage", f"keep is a {type(keep).__name__}", "use KeepLast(n) and the like"
+        )
+
+
+def _make_overlap(
+    staging: str, optimizer: Optimizers | None, planner: SavePlanner | None
+) -> Overlap | None:
+    """Return what copies in the background, if that is asked for. Raises UsageError."""
+    if staging != "overlap":
+        if optimizer is not None:
+            raise UsageError(
+                "usage", "optimizer= has no effect with staging='blocking'", "leave it out"
+            )
+        return None
+    if planner is not None and not is_default(planner):
+        raise UsageError(
+            "usage",
+            f"staging='overlap' with a {type(planner).__name__}: what a SavePlanner hands over "
+            "cannot be told from a copy",
+            "use staging='blocking' with a planner of your own",
+        )
+    return Overlap(optimizer)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
