@@ -10,13 +10,12 @@ Threads: public methods are for the trainer's thread, one call at a time; handle
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 import torch
 
 from milepost.claims import Ownership, reading
+from milepost.collector import collector_paused, collector_running
 from milepost.connection import error_of, fetch_status
 from milepost.errors import (
     LoadFailed,
@@ -34,7 +34,8 @@ from milepost.errors import (
     UsageError,
 )
 from milepost.offer import encode_offer, unpack_assigned
-from milepost.overlap import Optimizers, Overlap, Selection
+from milepost.options import check_choice, check_options, job_name, make_overlap
+from milepost.overlap import Optimizers, Selection
 from milepost.planning import (
     FinalPlan,
     PlannerExchange,
@@ -98,12 +99,6 @@ LAYOUTS_MAX: Final = 8
 
 STEP_MAX: Final = 2**63 - 1
 """Largest step: what msgpack and the manifest hold."""
-
-JOB_CHARACTERS_MAX: Final = 200
-"""Longest name of a job: it is on every line of the log and in every message."""
-
-JOB_VARIABLES: Final = ("MILEPOST_JOB", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "JOB_NAME")
-"""Where launchers say what the job is called, first match wins."""
 
 
 class _Plan(NamedTuple):
@@ -173,8 +168,8 @@ class Checkpointer:
         optimizer: Optimizers | None = None,
         deadline_s: float = 600.0,
     ) -> None:
-        _check_options(on_busy, on_failure, staging, slots, deadline_s, keep)
-        self._overlap = _make_overlap(staging, optimizer, planner)
+        check_options(on_busy, on_failure, staging, slots, deadline_s, keep)
+        self._overlap = make_overlap(staging, optimizer, planner)
         self.root = Path(os.path.realpath(root))
         self._process_group = process_group
         self._planner = planner
@@ -228,7 +223,7 @@ class Checkpointer:
         self._preparing: threading.Thread | None = None
         self._loads = 0
 
-        name = _job_name(job, self.root)
+        name = job_name(job, self.root)
         try:
             self.node: NodeRef = self._session.open().node
             self._meeting: Meeting = meet(
@@ -435,8 +430,8 @@ class Checkpointer:
         with self._changed:
             self._saves[ref.save_id] = save
         try:
-            content = self._collect(ref, state, per_rank)
-            self._plan(ref, save, content)
+            with collector_paused():
+                self._plan_for(ref, save, state, per_rank)
             self._stager.fault_in()
         except MilepostError as error:
             self._give_up(ref, error)
@@ -489,11 +484,8 @@ class Checkpointer:
             self._taken[name] = f"save {ref.save_id} of this attempt"
         self._step_last = max(self._step_last, step)
         try:
-            content = self._collect(ref, state, per_rank)
-            selection = None if self._overlap is None else self._overlap.select(content.items)
-            self._check_root(name)
-            if self._take_turn(ref, save):
-                self._stage(ref, save, content, selection)
+            with collector_paused():
+                self._fill(ref, save, state, per_rank)
         except UsageError as error:
             self._give_up(ref, error)
             raise
@@ -506,6 +498,34 @@ class Checkpointer:
             raise
         save.stall_s = time.monotonic() - started_s
         return save
+
+    def _plan_for(
+        self,
+        ref: SaveRef,
+        save: Save,
+        state: Mapping[str, Any],
+        per_rank: Mapping[str, Any] | None,
+    ) -> None:
+        """Get a layout for the state and put it in force."""
+        content = self._collect(ref, state, per_rank)
+        self._plan(ref, save, content)
+
+    def _fill(
+        self,
+        ref: SaveRef,
+        save: Save,
+        state: Mapping[str, Any],
+        per_rank: Mapping[str, Any] | None,
+    ) -> None:
+        """Take the state to a slot, or begin to, unless there is none to be had.
+
+        The lists made of the state are gone on return: the collector is not to walk them.
+        """
+        content = self._collect(ref, state, per_rank)
+        selection = None if self._overlap is None else self._overlap.select(content.items)
+        self._check_root(ref.name)
+        if self._take_turn(ref, save):
+            self._stage(ref, save, content, selection)
 
     def _next_ref(self, step: int, name: str, *, is_plan_only: bool = False) -> SaveRef:
         self._count += 1
@@ -587,7 +607,7 @@ class Checkpointer:
             self._session.say(Skipped(save=ref, reason=reason))
             return False
         with self._changed:
-            has_room = self._changed.wait_for(
+            has_room = self._wait_for(
                 lambda: len(self._held) < self._slots or save.done(), self._deadline_s
             )
         if save.done():
@@ -600,6 +620,15 @@ class Checkpointer:
                 "save less often, or see `milepost status`",
             )
         return True
+
+    def _wait_for(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait on `_changed`, which the caller holds. The trainer's other threads may go on for
+        long meanwhile, so the collector does, too.
+        """
+        if is_so():
+            return True
+        with collector_running():
+            return self._changed.wait_for(is_so, timeout_s)
 
     def _stage(
         self, ref: SaveRef, save: Save, content: _Content, selection: Selection | None
@@ -699,7 +728,7 @@ class Checkpointer:
             Offered(save=ref, fingerprint=content.structure, offer=encode_offer(offer))
         )
         with self._changed:
-            self._changed.wait_for(
+            self._wait_for(
                 lambda: ref.save_id in self._layouts_ready or save.done(), self._deadline_s + JOIN_S
             )
             ready = self._layouts_ready.pop(ref.save_id, None)
@@ -765,7 +794,7 @@ class Checkpointer:
             CorruptCheckpoint: it is damaged.
         """
         self._check_open()
-        _check_choice("source", source, ("auto", "storage"))
+        check_choice("source", source, ("auto", "storage"))
         self._finish_copy()
         self._loads += 1
         self.wait()
@@ -884,68 +913,3 @@ class Checkpointer:
             failures, self._failures = self._failures, []
         if failures:
             raise failures[0].failure()
-
-
-def _check_options(
-    on_busy: object,
-    on_failure: object,
-    staging: object,
-    slots: int,
-    deadline_s: float,
-    keep: object,
-) -> None:
-    """Refuse options that are none. Raises UsageError."""
-    _check_choice("on_busy", on_busy, ("wait", "skip"))
-    _check_choice("on_failure", on_failure, ("warn", "raise"))
-    _check_choice("staging", staging, ("blocking", "overlap"))
-    if type(slots) is not int or slots < 2:
-        raise UsageError(
-            "usage",
-            f"slots is {slots!r}, not a whole number of at least 2",
-            "one is written while one is filled",
-        )
-    if not deadline_s > 0:
-        raise UsageError("usage", f"deadline_s is {deadline_s!r}, not above 0")
-    if keep is not None and not isinstance(keep, Policy):
-        raise UsageError(
-            "usage", f"keep is a {type(keep).__name__}", "use KeepLast(n) and the like"
-        )
-
-
-def _make_overlap(
-    staging: str, optimizer: Optimizers | None, planner: SavePlanner | None
-) -> Overlap | None:
-    """Return what copies in the background, if that is asked for. Raises UsageError."""
-    if staging != "overlap":
-        if optimizer is not None:
-            raise UsageError(
-                "usage", "optimizer= has no effect with staging='blocking'", "leave it out"
-            )
-        return None
-    if planner is not None and not is_default(planner):
-        raise UsageError(
-            "usage",
-            f"staging='overlap' with a {type(planner).__name__}: what a SavePlanner hands over "
-            "cannot be told from a copy",
-            "use staging='blocking' with a planner of your own",
-        )
-    return Overlap(optimizer)
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UsageError(
-            "usage", f"{name} is {value!r}, not one of {', '.join(map(repr, choices))}"
-        )
-
-
-def _job_name(given: str | None, root: Path) -> str:
-    """Return the job's name: as given, as the launcher has it, else a hash of the root."""
-    if given is not None:
-        if not given.strip() or len(given) > JOB_CHARACTERS_MAX:
-            raise UsageError("usage", f"job is {given!r}, not 1 to {JOB_CHARACTERS_MAX} characters")
-        return given
-    for variable in JOB_VARIABLES:
-        if os.environ.get(variable):
-            return os.environ[variable][:JOB_CHARACTERS_MAX]
-    return hashlib.blake2b(str(root).encode(), digest_size=4).hexdigest()
