@@ -823,10 +823,7 @@ class Checkpointer:
             raise LoadFailed(error.code, error.message, error.hint) from None
         chosen, name, attempt = json.loads(told)
         if attempt != self.attempt:
-            self.attempt = attempt
-            self._taken.clear()
-            self._step_last = -1
-            self._session.vacate()
+            self._begin_branch(attempt)
         with reading(Root(self.root), name):
             report = load_checkpoint(
                 self.root / name,
@@ -845,6 +842,16 @@ class Checkpointer:
                 chosen, len(report.unexpected), named, " ..." if len(report.unexpected) > 8 else "",
             )  # fmt: skip
         return report
+
+    def _begin_branch(self, attempt: int) -> None:
+        """Go on as another attempt of the job; nothing is under way."""
+        self.attempt = attempt
+        self._taken.clear()
+        self._step_last = -1
+        self._session.vacate()
+        # Arenas carry their attempt's number, and those of earlier ones are swept away.
+        self._stager.close()
+        self._stager = Stager(self.job, attempt, self.rank, slots=self._slots)
 
     @property
     def preempted(self) -> bool:

@@ -35,6 +35,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from milepost.collector import collector_paused
 from milepost.errors import MilepostError, SaveFailed, UsageError
 from milepost.format.layout import align
 from milepost.offer import Box, Kind
@@ -173,10 +174,8 @@ def default_streams(device: torch.device) -> Streams:
 # --- which memory an optimizer changes ----------------------------------------------------------
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def _strided_extent(tensor: torch.Tensor) -> int:
     """Return how many bytes lie from a tensor's first element to its last, both included."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
     if not tensor.numel():
         return 0
     last = sum(
@@ -185,29 +184,43 @@ def _extent(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.itemsize
 
 
+def _extents(tensors: Iterable[torch.Tensor]) -> list[int]:
+    # Written out for the usual case: there may be 10,000, and the trainer waits.
+    return [
+        tensor.nbytes if tensor.is_contiguous() else _strided_extent(tensor) for tensor in tensors
+    ]
+
+
 def _ranges(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Return where each tensor begins and how many bytes it extends over. Loops in C: there may be
-    10,000, and the trainer waits.
-    """
-    pointers = list(map(torch.Tensor.data_ptr, tensors))
-    if all(map(torch.Tensor.is_contiguous, tensors)):
-        return pointers, list(map(attrgetter("nbytes"), tensors))
-    return pointers, list(map(_extent, tensors))
+    """Return where each tensor begins and how many bytes it extends over."""
+    return [tensor.data_ptr() for tensor in tensors], _extents(tensors)
 
 
 class Spans:
     """The memory of some tensors, as ranges of addresses: device and host share one space."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
+        self.tensors = tensors
+
+    @cached_property
+    def ranges(self) -> tuple[list[int], list[int]]:
+        """Where each tensor begins, and its length."""
+        return _ranges(self.tensors)
+
+    @property
+    def pointers(self) -> list[int]:
+        """Where each tensor begins."""
+        return self.ranges[0]
 
     @cached_property
     def _bytes(self) -> dict[int, int]:
         """Length of the longest range that starts at each address."""
-        found: dict[int, int] = {}
-        for pointer, nbytes in zip(*_ranges(self._tensors), strict=True):
-            if nbytes > found.get(pointer, 0):
-                found[pointer] = nbytes
+        pointers, lengths = self.ranges
+        found = dict(zip(pointers, lengths, strict=True))
+        if len(found) < len(pointers):
+            for pointer, nbytes in zip(pointers, lengths, strict=True):
+                if nbytes > found[pointer]:
+                    found[pointer] = nbytes
         return found
 
     @cached_property
@@ -220,28 +233,17 @@ class Spans:
         """Tell of each tensor whether all of it lies within one of the ranges; one without bytes
         does not.
         """
+        return self.cover(*_ranges(tensors))
+
+    def cover(self, pointers: Sequence[int], lengths: Sequence[int]) -> list[bool]:
+        """Tell the same of ranges, by where they begin and their lengths."""
         known = self._bytes
         return [
             # A parameter that is a view of a flat one begins inside a range.
             known.get(pointer, 0) >= nbytes > 0
             or (nbytes > 0 and self._reach(bisect_right, pointer) >= pointer + nbytes)
-            for pointer, nbytes in zip(*_ranges(tensors), strict=True)
+            for pointer, nbytes in zip(pointers, lengths, strict=True)
         ]
-
-    def find(self, items: Items) -> frozenset[int]:
-        """Return the items whose tensors lie within the ranges."""
-        # An optimizer's state dict holds the very tensors, which is cheaper to see than addresses.
-        own = set(map(id, self._tensors))
-        same = [item for item, source in enumerate(items.sources) if id(source) in own]
-        known = set(same)
-        others = [
-            item
-            for item, kind in enumerate(items.kinds)
-            if kind != Kind.OBJECT and item not in known
-        ]
-        if others:
-            same += compress(others, self.held([items.sources[item] for item in others]))
-        return frozenset(same)
 
     def meet(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether any byte of the tensors is in one of the ranges."""
@@ -303,14 +305,18 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def _state(optimizer: Optimizer) -> list[Any]:
+    state: list[Any] = []
+    for entry in optimizer.state.values():
+        state += entry.values() if type(entry) is dict else (entry,)
+    return state
+
+
 def stepped(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the memory that an optimizer changes in its steps and, by its contract, nowhere else:
     parameters and state. A learning rate that is a tensor is not: schedulers change it.
     """
-    state: list[Any] = []
-    for entry in optimizer.state.values():
-        state += entry.values() if type(entry) is dict else (entry,)
-    return _memory(_parameters(optimizer)) + _memory(state)
+    return _memory(_parameters(optimizer)) + _memory(_state(optimizer))
 
 
 def check_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:
@@ -357,6 +363,60 @@ class Selection(NamedTuple):
     """The memory that the optimizers change."""
     items: frozenset[int]
     """The items that lie in it."""
+
+
+class _Matching:
+    """Finds a state's items in the memory that optimizers change. Remembers the last answer, which
+    holds for as long as nothing has moved: it keeps addresses, and no tensor.
+    """
+
+    def __init__(self) -> None:
+        self._asked: Any = None
+        self._answer: tuple[frozenset[int], bool] = frozenset(), False
+
+    def find(
+        self, parameters: list[torch.Tensor], state: list[torch.Tensor], items: Items
+    ) -> tuple[Selection, bool]:
+        """Return the items, and whether one of them begins where each parameter does."""
+        sources = items.sources
+        spans = near = Spans(parameters + state)
+        # A state dict holds an optimizer's very tensors, which is cheaper to see than addresses. Of
+        # parameters it holds others over the same memory.
+        own = set(map(id, state))
+        found = [item for item, source in enumerate(sources) if id(source) in own] if own else []
+        others = _without(items, found)
+        if found:
+            own.difference_update([id(sources[item]) for item in found])
+            near = Spans(parameters + [tensor for tensor in state if id(tensor) in own])
+        pointers = [items.addresses[item] for item in others]
+        lengths = _extents([sources[item] for item in others])
+        asked = (found, others, pointers, lengths, near.ranges, len(parameters))
+        if asked != self._asked:
+            is_held = near.cover(pointers, lengths)
+            self._asked = asked
+            if found and not all(is_held):
+                # Buffers, or what is in the state twice: that is seen from all ranges only.
+                is_held = spans.cover(pointers, lengths)
+                self._asked = None
+            # What has no bytes is nowhere.
+            begin = {0, *compress(pointers, is_held)}
+            self._answer = (
+                frozenset([*found, *compress(others, is_held)]),
+                begin.issuperset(near.pointers[: len(parameters)]),
+            )
+        selected, is_whole = self._answer
+        return Selection(spans, selected), is_whole
+
+
+def _without(items: Items, found: Sequence[int]) -> list[int]:
+    """Return the items that are tensors and not among those found."""
+    left = bytearray(items.kinds.translate(_IS_TENSOR))
+    for item in found:
+        left[item] = 0
+    return list(compress(range(len(left)), left))
+
+
+_IS_TENSOR: Final = bytes(kind != Kind.OBJECT for kind in range(256))
 
 
 class Split(NamedTuple):
@@ -523,14 +583,14 @@ class Part:
     targets: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
-    """What queued copies read from."""
+    """What queued copies read from; nothing once they have been made."""
     early: Sampler | None = None
     early_picked: range = range(0)
     """Which of the guarded tensors are sampled before `save()` returns."""
     late: Sampler | None = None
     versions: list[int] = field(default_factory=list)
-    """Version counters at `save()`. They only help to explain: fused optimizers do not move
-    them."""
+    """Version counters of these, at `save()`. They only help to explain: fused optimizers do not
+    move them."""
     guarded_mark: Any = None
     """Once passed, the guarded tensors may change."""
     mark: Any = None
@@ -543,7 +603,7 @@ class Part:
             early, picked = self.early, [guarded[index] for index in self.early_picked]
             self.streams.here(lambda: early.read(picked))
         with contextlib.suppress(RuntimeError):  # inference tensors have no counter
-            self.versions = list(map(attrgetter("_version"), guarded))
+            self.versions = [guarded[index]._version for index in self.early_picked]
         self.streams.fork()
 
     def give(self) -> None:
@@ -566,6 +626,8 @@ class Part:
                     self.streams.give(sampler.fetch)
         finally:
             self.mark = self.streams.mark()
+            if self.mark is None:  # not queued but done
+                self.kept.clear()
 
     def _give_copies(self, low: int, high: int) -> None:
         targets = self.targets[low:high]
@@ -649,11 +711,14 @@ class Copy:
 
     def run(self) -> None:
         """Copy, check, and tell; on the copy's own thread."""
+        # The trainer returns from `save()` first: it waits for the interpreter's lock.
+        time.sleep(0)
         copy_with_one_thread()
         error: MilepostError | None = None
         try:
             try:
-                self._give()
+                with collector_paused():
+                    self._give()
             finally:
                 self._given.set()
                 # Also after a failure: the slot must not be used while copies into it are queued.
@@ -696,8 +761,9 @@ class Copy:
             count += len(found)
             if found and not first:
                 first = repr(part.keys[found[0]])
-                if part.versions:
-                    then, now = part.versions[found[0]], part.sources[found[0]]._version
+                if part.versions and found[0] in part.early_picked:
+                    then = part.versions[part.early_picked.index(found[0])]
+                    now = part.sources[found[0]]._version
                     first += f" (version counter {then} at save(), {now} after the copy)"
         if not count:
             return None
@@ -765,6 +831,13 @@ class Overlap:
         self._streams: dict[torch.device, Streams] = {}
         self._samplers: dict[torch.device, tuple[Any, Sampler, range, Sampler]] = {}
         """By device, of the last layout: what they were made for, and the two."""
+        self._matching = _Matching()
+        self._split: tuple[frozenset[int], Sequence[int], Split] = (
+            frozenset(),
+            (),
+            Split([], [], []),
+        )
+        """Of host memory, the last one: what it was made from, and itself."""
         self._copy: Copy | None = None
         self._thread: threading.Thread | None = None
 
@@ -798,21 +871,16 @@ class Overlap:
                     "hook, which may change it during backward",
                     "step after backward",
                 )
-        spans = Spans([tensor for each in self._optimizers for tensor in stepped(each)])
-        held = spans.find(items)
-        self._check_saved([items.sources[item] for item in held])
-        return Selection(spans, held)
+        parameters = _memory([each for of in self._optimizers for each in _parameters(of)])
+        state = _memory([each for of in self._optimizers for each in _state(of)])
+        selection, is_whole = self._matching.find(parameters, state, items)
+        if not is_whole:
+            self._check_saved([items.sources[item] for item in selection.items])
+        return selection
 
     def _check_saved(self, held: Sequence[torch.Tensor]) -> None:
         """Refuse an optimizer whose parameters are not those of the state."""
-        known = set(map(id, held))
         for optimizer in self._optimizers:
-            parts = _memory(_parameters(optimizer))
-            others = [part for part in parts if id(part) not in known]
-            if not others or set(map(torch.Tensor.data_ptr, held)).issuperset(
-                map(torch.Tensor.data_ptr, others)
-            ):
-                continue
 
             def is_missing(parameter: torch.Tensor) -> bool:
                 parts = [part for part in _memory([parameter]) if part.numel()]
@@ -840,10 +908,13 @@ class Overlap:
     def split(self, selection: Selection, items: Items, chosen: Sequence[int]) -> Split:
         """Decide how each tensor of a layout is copied. `chosen` are its items, by position."""
         devices, sources, late = items.devices, items.sources, selection.items
-        if all(devices[item] == "cpu" for item in chosen):
-            split = Split([], [], [])
-            for position, item in enumerate(chosen):
-                (split.guarded if item in late else split.now).append(position)
+        if set(devices) <= {"cpu", ""}:
+            known_late, known_chosen, split = self._split
+            if known_late is not late or known_chosen is not chosen:
+                split = Split([], [], [])
+                for position, item in enumerate(chosen):
+                    (split.guarded if item in late else split.now).append(position)
+                self._split = late, chosen, split
             return split
         # Beside a device the host runs ahead: it changes its own tensors long before the device
         # has come to the step that the hook announced.

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from milepost.errors import SaveFailed, UsageError
 from milepost.format.index import to_global_metadata
 from milepost.offer import Kind, Offer
-from milepost.state import Items, container_bytes, dtype_names, plain_tensor
+from milepost.state import Items, container_bytes, dtype_names, placed, plain_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -354,7 +354,14 @@ def resolve(plan: SavePlan, planner: SavePlanner) -> Resolved:
                     f"the SavePlanner resolved {key!r} to what cannot be stored exactly: {error}",
                     _PLANNER_HINT,
                 ) from error
-            items.add(key, kind, source, global_size=global_size, offsets=offsets, placement="own")
+            items.add(
+                key,
+                kind,
+                source,
+                global_size=global_size,
+                offsets=offsets,
+                placement=placed("own", global_size, offsets),
+            )
         elif isinstance(value, io.BytesIO) and kind == Kind.OBJECT:
             items.add(key, kind, value)
             objects[at] = value.getvalue()

@@ -195,6 +195,12 @@ def _targets(image: memoryview, tensors: _Tensors) -> list[torch.Tensor | None]:
     """Return a view of the image for each tensor's payload; None where there is nothing to copy."""
     if not len(image):
         return [None] * len(tensors.items)
+    # Views made in inference mode could not be written to outside of it.
+    with torch.inference_mode(mode=False):
+        return _views(image, tensors)
+
+
+def _views(image: memoryview, tensors: _Tensors) -> list[torch.Tensor | None]:
     base = torch.frombuffer(image, dtype=torch.uint8)
     typed: dict[torch.dtype, torch.Tensor] = {}
     targets: list[torch.Tensor | None] = []

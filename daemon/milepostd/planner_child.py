@@ -60,9 +60,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LAYOUTS_KEPT: Final = 4
-"""Newest layouts remembered of each rank of a job: states that alternate (with and without an
-optimizer, say) keep theirs."""
+LAYOUTS_KEPT: Final = 16
+"""Newest layouts remembered of each rank of a job: more than a trainer remembers, so that states
+that alternate (with and without an optimizer, say) keep theirs."""
 
 JOBS_KEPT: Final = 4
 """Jobs held in memory, the most recently used; the others are read from their files again."""

@@ -186,7 +186,7 @@ def test_only_the_newest_layouts_of_a_rank_are_kept_and_use_keeps_one_new(tmp_pa
     made = []
     at_ns, second = 10**18, 10**9
     for number in range(LAYOUTS_KEPT + 2):
-        made.append(put(layouts, [number]))
+        made.append(put(layouts, [item for item in range(5) if number + 1 >> item & 1]))
         os.utime(directory / f"3-{made[-1]}", ns=(at_ns, at_ns + number * second))
         if number == LAYOUTS_KEPT:
             assert layouts.get("job", 3, made[1]) is not None

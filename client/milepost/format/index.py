@@ -11,11 +11,9 @@ Sources: torch/distributed/checkpoint/{metadata,default_planner,planner_helpers,
 
 from __future__ import annotations
 
-import gc
 import os
 import pathlib
 import pickle
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, cast
 
 import torch
@@ -32,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from milepost.collector import collector_paused
 from milepost.errors import CorruptCheckpoint, LoadFailed, SaveFailed, UsageError
 from milepost.format.container import dtype_from_name, dtype_name
 from milepost.format.layout import place
@@ -50,18 +49,6 @@ PICKLE_PROTOCOL: Final = 4
 does not make a checkpoint unreadable to an older one."""
 
 _Described: TypeAlias = dict[str, TensorStorageMetadata | BytesStorageMetadata]
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Keep the cycle collector from walking, again and again, millions of objects that all stay."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 # --- writing ----------------------------------------------------------------------------------
@@ -98,7 +85,7 @@ def build_metadata(
         UsageError: `unsupported-tensor` for a dtype that this torch does not have.
     """
     first = offers[min(offers)] if offers else None
-    with _without_collector():
+    with collector_paused():
         if first is not None and first.final and first.metadata is not None:
             described, planner_data = _from_global(first.metadata)
             storage_data = _place_final(offers, assigned, files, objects, described)
@@ -359,7 +346,7 @@ def _place_final(
 
 def pickle_metadata(metadata: Metadata) -> bytes:
     """Return the content of `.metadata`."""
-    with _without_collector():
+    with collector_paused():
         return pickle.dumps(metadata, protocol=PICKLE_PROTOCOL)
 
 
@@ -439,7 +426,7 @@ def read_metadata(path: Path) -> Metadata:
     file = path / METADATA_NAME if path.name != METADATA_NAME else path
     file_bytes = 0
     try:
-        with file.open("rb") as stream, _without_collector():
+        with file.open("rb") as stream, collector_paused():
             file_bytes = os.fstat(stream.fileno()).st_size
             metadata = _Unpickler(stream).load()
         problem = _problem(metadata)
