@@ -5,11 +5,12 @@ a layout if not, take a free slot, copy, tell the daemon. Everything after that 
 what the daemon says arrives on the connection's thread and ends the handles. No collective is ever
 called, and no process group is made.
 
-Threads: public methods are for the trainer's thread, one call at a time; handles are safe anywhere.
+Threads: public methods may be called from any thread, and take turns; handles are safe anywhere.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -18,15 +19,24 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Final,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    TypeVar,
+)
 
 import torch
 
 from milepost.claims import Ownership, reading
 from milepost.collector import collector_paused, collector_running
 from milepost.connection import error_of, fetch_status
+from milepost.content import Content, ContentReader
 from milepost.errors import (
-    LoadFailed,
     MilepostError,
     Rejected,
     SaveFailed,
@@ -36,15 +46,6 @@ from milepost.errors import (
 from milepost.offer import encode_offer, unpack_assigned
 from milepost.options import check_choice, check_options, job_name, make_overlap
 from milepost.overlap import Optimizers, Selection
-from milepost.planning import (
-    FinalPlan,
-    PlannerExchange,
-    Resolved,
-    is_default,
-    make_final_offer,
-    resolve,
-    wants_lowest_rank,
-)
 from milepost.preemption import PreemptionFlag
 from milepost.protocol import (
     AbortWanted,
@@ -66,28 +67,25 @@ from milepost.protocol import (
     Unable,
 )
 from milepost.rendezvous import Group, Introduction, Meeting, join_group, meet, tell_all
-from milepost.restore import LoadReport, load_checkpoint
+from milepost.restore import (
+    LoadReport,
+    choose_checkpoint,
+    load_checkpoint,
+    warn_of_unexpected,
+)
 from milepost.retention import Policy
 from milepost.run_dir import default_run_dir
-from milepost.save import Checkpoint, Save
+from milepost.save import STAGED, Checkpoint, Save
 from milepost.session import JOIN_S, Session
 from milepost.staging import Staged as StagedImage
 from milepost.staging import Stager
 from milepost.state import (
     Items,
-    call_stateful,
-    collect,
-    fingerprint,
-    flatten,
-    make_offer,
-    serialise_objects,
-    with_per_rank,
 )
 from milepost.storage import Root, check_name
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch.distributed import Store
     from torch.distributed.checkpoint.planner import SavePlanner
 
     from milepost.arena import Slot
@@ -101,23 +99,28 @@ STEP_MAX: Final = 2**63 - 1
 """Largest step: what msgpack and the manifest hold."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _in_turn(
+    method: Callable[Concatenate[Checkpointer, P], R],
+) -> Callable[Concatenate[Checkpointer, P], R]:
+    """Let threads that call such methods of one Checkpointer take turns."""
+
+    @functools.wraps(method)
+    def call(self: Checkpointer, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._one_call:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class _Plan(NamedTuple):
     """What is known about one structure: the layout this rank was given for it."""
 
     layout_id: str
     assigned: tuple[int, ...]
-
-
-class _Content(NamedTuple):
-    """What one save has to write, as far as this rank offers it."""
-
-    items: Items
-    structure: str
-    """Its fingerprint."""
-    objects: dict[int, bytes] | None
-    """Objects that are serialised already: all of them, where a SavePlanner made them."""
-    final: FinalPlan | None
-    """What a SavePlanner of the user's has decided."""
 
 
 class Checkpointer:
@@ -172,8 +175,6 @@ class Checkpointer:
         self._overlap = make_overlap(staging, optimizer, planner)
         self.root = Path(os.path.realpath(root))
         self._process_group = process_group
-        self._planner = planner
-        self._exchange: PlannerExchange | None = None
         self._on_busy = on_busy
         self._on_failure = on_failure
         self._overwrite = overwrite
@@ -181,14 +182,7 @@ class Checkpointer:
         self._deadline_s = float(deadline_s)
         self._group: Group = join_group(process_group)
         self.rank, self.world = self._group.rank, self._group.world
-        if planner is not None and not is_default(planner):
-            self._exchange = PlannerExchange(
-                planner,
-                rank=self.rank,
-                world=self.world,
-                store=cast("Store | None", self._group.store),
-                timeout_s=self._deadline_s,
-            )
+        self._reader = ContentReader(planner, self._group, self._deadline_s)
 
         given = run_dir if run_dir is not None else os.environ.get("MILEPOST_RUN_DIR") or None
         self._run_dir = Path(given).absolute() if given is not None else default_run_dir(os.environ)
@@ -212,11 +206,15 @@ class Checkpointer:
         self._failures: list[Save] = []
         """Saves that failed and were not yet raised, with on_failure="raise"."""
 
+        self._is_arena_lost = False
+        self._one_call = threading.RLock()
+        """Held by the thread that is in `save`, `prepare` or `load`: they take turns."""
+        self._pid = os.getpid()
         self._count = 0
         self._taken: dict[str, str] = {}
         """Directory names this attempt has saved under, or resumed from, with a word on which."""
         self._step_last = -1
-        """Greatest step this attempt has saved."""
+        """Greatest step this attempt has committed."""
         self._ownership: Ownership | None = None
         """Rank 0: the job's claim on the root, from its first save on."""
         self._is_closed = False
@@ -314,10 +312,21 @@ class Checkpointer:
     def _gone(self, cause: Cause) -> None:
         """End what waits for a daemon that does not come back; on the session's thread."""
         with self._changed:
-            pending = list(self._saves)
+            pending = list(self._saves.items())
         placed = Cause(cause.code, cause.message, cause.hint, self.node.node_id, self.rank)
-        for save_id in pending:
-            self._end(save_id, "failed", placed)
+        unknown = Cause(
+            "outcome-unknown",
+            f"all of it was staged, and {cause.message}",
+            "it may still be committed: steps() and `milepost list` tell",
+            placed.node,
+            placed.rank,
+        )
+        for save_id, save in pending:
+            # What is staged, a daemon that was only stopped goes on with, and so do the others.
+            if save.phase in STAGED:
+                self._end(save_id, "outcome-unknown", unknown)
+            else:
+                self._end(save_id, "failed", placed)
             self._free_slot(save_id)
 
     def _concluded(self, message: Concluded) -> None:
@@ -330,6 +339,8 @@ class Checkpointer:
         if message.outcome == "committed":
             with self._changed:
                 save = self._saves.pop(message.save_id, None)
+                if save is not None:
+                    self._step_last = max(self._step_last, save.step)
                 self._changed.notify_all()
             if save is not None:
                 save.commit(
@@ -350,6 +361,8 @@ class Checkpointer:
             if phase in ("failed", "skipped"):
                 self._taken.pop(save.name, None)
             self._layouts_ready.pop(save_id, None)
+            # Somebody took the arena's file away: the next save gets a new one.
+            self._is_arena_lost |= cause.code == "arena-invalid"
             if self._on_failure == "raise" and phase != "skipped" and not is_raised:
                 self._failures.append(save)
             self._changed.notify_all()
@@ -366,6 +379,7 @@ class Checkpointer:
 
     # --- saving
 
+    @_in_turn
     def prepare(
         self,
         state: Mapping[str, Any],
@@ -442,6 +456,7 @@ class Checkpointer:
                 self._saves.pop(ref.save_id, None)
                 self._failures = [each for each in self._failures if each is not save]
 
+    @_in_turn
     def save(
         self,
         step: int,
@@ -482,7 +497,6 @@ class Checkpointer:
             self._saves[ref.save_id] = save
         with self._changed:
             self._taken[name] = f"save {ref.save_id} of this attempt"
-        self._step_last = max(self._step_last, step)
         try:
             with collector_paused():
                 self._fill(ref, save, state, per_rank)
@@ -507,7 +521,7 @@ class Checkpointer:
         per_rank: Mapping[str, Any] | None,
     ) -> None:
         """Get a layout for the state and put it in force."""
-        content = self._collect(ref, state, per_rank)
+        content = self._reader.read(ref.save_id, state, per_rank, self._join)
         self._plan(ref, save, content)
 
     def _fill(
@@ -521,7 +535,7 @@ class Checkpointer:
 
         The lists made of the state are gone on return: the collector is not to walk them.
         """
-        content = self._collect(ref, state, per_rank)
+        content = self._reader.read(ref.save_id, state, per_rank, self._join)
         selection = None if self._overlap is None else self._overlap.select(content.items)
         self._check_root(ref.name)
         if self._take_turn(ref, save):
@@ -571,32 +585,6 @@ class Checkpointer:
                 "save under another name, or make the Checkpointer with overwrite=True",
             )
 
-    def _collect(
-        self, ref: SaveRef, state: Mapping[str, Any], per_rank: Mapping[str, Any] | None
-    ) -> _Content:
-        """List what the state holds, by a SavePlanner of the user's if there is one.
-
-        The rank takes its place at the daemon first: a refusal has to reach the other ranks.
-        """
-        place = (self.world, self.rank)
-        if self._exchange is None:
-            self._join()
-            flat, paths = flatten(with_per_rank(state, per_rank, self.rank))
-            items = collect(flat, paths)
-            return _Content(items, fingerprint(items, place), None, None)
-        assert self._planner is not None
-        try:
-            self._join()
-            nested = call_stateful(with_per_rank(state, per_rank, self.rank))
-        except Exception as error:
-            # The others are on their way to plan together, and must not wait for this rank.
-            self._exchange.refuse(ref.save_id, f"before it could plan, raised {error!r}")
-            raise
-        final = self._exchange.plan(nested, ref.save_id)
-        resolved = resolve(final.plan, self._planner)
-        structure = fingerprint(resolved.items, (*place, final.plan_id))
-        return _Content(resolved.items, structure, resolved.objects, final)
-
     def _take_turn(self, ref: SaveRef, save: Save) -> bool:
         """Wait until fewer saves than slots are under way, or skip; False: this save has ended."""
         with self._changed:
@@ -631,12 +619,15 @@ class Checkpointer:
             return self._changed.wait_for(is_so, timeout_s)
 
     def _stage(
-        self, ref: SaveRef, save: Save, content: _Content, selection: Selection | None
+        self, ref: SaveRef, save: Save, content: Content, selection: Selection | None
     ) -> None:
         """Copy the state into a slot and tell the daemon."""
         items, objects = content.items, content.objects
         with self._changed:
             plan = self._plans.get(content.structure)
+            is_lost, self._is_arena_lost = self._is_arena_lost, False
+        if is_lost:
+            self._stager.renew()
         if plan is None:
             objects = self._plan(ref, save, content)
             if objects is None:
@@ -645,11 +636,18 @@ class Checkpointer:
             self._stager.lay_out(items, plan.assigned, plan.layout_id, objects=objects)
         if save.done():
             return
-        slot = self._stager.free_slots()[0]
+        slot = self._free_slot_of_layout()
         if selection is None:
             self._tell_staged(ref, save, self._stager.stage(slot, ref, items, objects=objects))
         else:
             self._stage_behind(ref, save, slot, items, objects, selection)
+
+    def _free_slot_of_layout(self) -> Slot:
+        """Return a free slot of the layout in force; `_take_turn` has made sure of one."""
+        free = self._stager.free_slots()
+        if not free:
+            raise SaveFailed("internal", "no slot of the arena is free, and no save holds one")
+        return free[0]
 
     def _stage_behind(
         self,
@@ -707,23 +705,13 @@ class Checkpointer:
             )
         )
 
-    def _plan(self, ref: SaveRef, save: Save, content: _Content) -> dict[int, bytes] | None:
+    def _plan(self, ref: SaveRef, save: Save, content: Content) -> dict[int, bytes] | None:
         """Offer the items, wait for this rank's layout and put it in force.
 
         Returns the serialised objects; None if the save ended meanwhile. Raises UsageError
         ("unpicklable"), Rejected ("shm-too-small").
         """
-        items, objects = content.items, content.objects
-        if content.final is None:
-            objects = serialise_objects(items)
-            offer = make_offer(
-                items,
-                objects,
-                with_digests=self.world > 1,
-                to_lowest_rank=wants_lowest_rank(self._planner),
-            )
-        else:
-            offer = make_final_offer(content.final, Resolved(items, objects or {}))
+        offer, objects = self._reader.offer(content)
         self._session.say(
             Offered(save=ref, fingerprint=content.structure, offer=encode_offer(offer))
         )
@@ -740,13 +728,13 @@ class Checkpointer:
             return None
         for warning in ready.warnings if self.rank == 0 else ():
             log.warning("%s", error_of(warning, MilepostError))
-        plan = _Plan(ready.layout_id, tuple(unpack_assigned(ready.assigned, len(items))))
-        self._stager.lay_out(items, plan.assigned, plan.layout_id, objects=objects)
+        plan = _Plan(ready.layout_id, tuple(unpack_assigned(ready.assigned, len(content.items))))
+        self._stager.lay_out(content.items, plan.assigned, plan.layout_id, objects=objects)
         with self._changed:
             self._plans[content.structure] = plan
             while len(self._plans) > LAYOUTS_MAX:
                 del self._plans[next(iter(self._plans))]
-        return objects or {}
+        return objects
 
     def _give_up(self, ref: SaveRef, error: MilepostError) -> None:
         """This rank cannot complete the save: it ends here and, by the daemon's word,
@@ -770,6 +758,7 @@ class Checkpointer:
                 return entry.step
         return None
 
+    @_in_turn
     def load(
         self,
         state: dict[str, Any],
@@ -800,27 +789,14 @@ class Checkpointer:
         self.wait()
 
         def choose() -> bytes:
-            entries = {}
-            for entry in reversed(Root(self.root).checkpoints()):
-                entries[entry.step] = entry
-            newest = self.latest()
-            chosen = newest if step is None else step
-            if chosen is None or chosen not in entries:
-                there = ", ".join(map(str, self.steps())) or "none"
-                what = "any checkpoint" if chosen is None else f"step {chosen}"
-                raise UsageError(
-                    "not-found", f"{self.root} does not hold {what}; steps there: {there}"
-                )
+            chosen, name = choose_checkpoint(Root(self.root), step)
             attempt = self.attempt
             if self._step_last > chosen:
                 # What this attempt saved beyond is history from now on: a new branch begins.
                 attempt = Root(self.root).claim_attempt(self.job)
-            return json.dumps([chosen, entries[chosen].name, attempt]).encode()
+            return json.dumps([chosen, name, attempt]).encode()
 
-        try:
-            told = tell_all(self._group, f"load/{self._loads}", choose, self._deadline_s)
-        except UsageError as error:
-            raise LoadFailed(error.code, error.message, error.hint) from None
+        told = tell_all(self._group, f"load/{self._loads}", choose, self._deadline_s)
         chosen, name, attempt = json.loads(told)
         if attempt != self.attempt:
             self._begin_branch(attempt)
@@ -834,13 +810,8 @@ class Checkpointer:
                 process_group=self._process_group,
             )
         self._taken[name] = "the checkpoint this attempt resumed from"
-        if report.unexpected and not partial and self.rank == 0:
-            named = ", ".join(map(repr, report.unexpected[:8]))
-            log.warning(
-                "step %s holds %s keys that the state did not ask for and that were not loaded: "
-                "%s%s; a fresh optimizer asks for nothing: pass torch's get_state_dict() instead",
-                chosen, len(report.unexpected), named, " ..." if len(report.unexpected) > 8 else "",
-            )  # fmt: skip
+        if not partial and self.rank == 0:
+            warn_of_unexpected(report)
         return report
 
     def _begin_branch(self, attempt: int) -> None:
@@ -890,7 +861,8 @@ class Checkpointer:
         Waits at most the save's own deadline. Idempotent. With `on_failure="raise"` raises
         SaveFailed for a save that failed.
         """
-        if self._is_closed:
+        if self._is_closed or os.getpid() != self._pid:
+            # What a forked child leaves is its parent's.
             return
         self._is_closed = True
         self._preemption.close()
@@ -912,6 +884,12 @@ class Checkpointer:
         self._raise_failures()
 
     def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "usage",
+                f"process {os.getpid()} is a fork of {self._pid}, whose checkpointer this is",
+                "save in the process that made it",
+            )
         if self._is_closed:
             raise UsageError("closed", f"{self!r} is closed", "make a new one")
 

@@ -17,7 +17,7 @@ import msgpack
 import msgspec
 import torch.distributed as dist
 
-from milepost.errors import MilepostError, Rejected, Unavailable, UsageError
+from milepost.errors import LoadFailed, MilepostError, Rejected, Unavailable, UsageError
 from milepost.protocol import NodeRef
 
 MEET_S: Final = 300.0
@@ -153,6 +153,7 @@ def tell_all(group: Group, topic: str, make: Callable[[], bytes], timeout_s: flo
         return answer[1:]
     told = msgpack.unpackb(answer[1:])
     kinds: dict[str, type[MilepostError]] = {
+        "LoadFailed": LoadFailed,
         "UsageError": UsageError, "Rejected": Rejected, "Unavailable": Unavailable,
     }  # fmt: skip
     raise kinds.get(told["kind"], MilepostError)(told["code"], told["message"], told["hint"])

@@ -7,12 +7,13 @@ must be one you trust.
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -28,8 +29,12 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from milepost.errors import LoadFailed, MilepostError
 from milepost.format.index import read_metadata
 from milepost.state import PER_RANK, flatten, per_rank_prefix
+from milepost.storage import Root
 
-NAMED_MAX = 8
+log = logging.getLogger("milepost")
+
+NAMED_MAX: Final = 8
+"""How many keys a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,34 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     elapsed_s: float = 0.0
+
+
+def choose_checkpoint(root: Root, step: int | None) -> tuple[int, str]:
+    """Return step and directory name of a committed checkpoint: of that step, or the newest.
+
+    Raises LoadFailed("not-found"), naming the steps there are.
+    """
+    entries = [entry for entry in root.checkpoints() if entry.step >= 0]
+    for entry in entries:
+        if step is None or entry.step == step:
+            return entry.step, entry.name
+    there = ", ".join(str(each) for each in sorted({entry.step for entry in entries})) or "none"
+    what = "any checkpoint" if step is None else f"step {step}"
+    raise LoadFailed("not-found", f"{root.path} does not hold {what}; steps there: {there}")
+
+
+def warn_of_unexpected(report: LoadReport) -> None:
+    """Say what the checkpoint holds and the state did not ask for: a resume that loses state is
+    found here or never.
+    """
+    if report.unexpected:
+        named = ", ".join(map(repr, report.unexpected[:NAMED_MAX]))
+        more = " ..." if len(report.unexpected) > NAMED_MAX else ""
+        log.warning(
+            "step %s holds %s keys that the state did not ask for and that were not loaded: %s%s; "
+            "a fresh optimizer asks for nothing: pass torch's get_state_dict() instead",
+            report.step, len(report.unexpected), named, more,
+        )  # fmt: skip
 
 
 def load_checkpoint(

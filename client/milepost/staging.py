@@ -321,6 +321,12 @@ class Stager:
         blobs = _serialised(items, layout, objects)
         self._put_in_force(layout, [len(blobs[item]) for item in layout.objects])
 
+    def renew(self) -> None:
+        """Have the next `lay_out` make a new arena; the present one goes when its slots are."""
+        if self._current is not None:
+            self._retired.append(self._current)
+            self._current = None
+
     def fault_in(self) -> None:
         """Map every page of the arena in force and pin it, once; later saves are as cheap as any.
 

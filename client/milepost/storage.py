@@ -373,6 +373,9 @@ class Root:
         """
         path = self.save_dir(save)
         with _reported("open", path):
+            if self._run.exists():
+                # Only `.partial` was removed, by somebody who tidied up.
+                self._partial.mkdir(exist_ok=True)
             path.mkdir(exist_ok=True)
             published = self._is_published(save)
             if published or self._aborted_dir(save).exists():

@@ -20,14 +20,17 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import version
+from itertools import compress, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final
+from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple
 
 import msgpack
 import msgspec
 from isal import isal_zlib
 
+from milepost.collector import collector_paused
 from milepost.errors import MilepostError, ProtocolError
 from milepost.format import manifest
 from milepost.format.layout import place
@@ -35,7 +38,7 @@ from milepost.offer import Kind, Offer, decode_offer, layout_id, pack_assigned, 
 from milepost.protocol import Cause, RankLayout, WrittenFile
 from milepost.storage import Root, storage_error
 from milepostd import logs
-from milepostd.core.plan import Plan, PlanRefused, make_plan
+from milepostd.core.plan import PlanRefused, make_plan
 from milepostd.planner import (
     FRAME_BYTES_MAX,
     FRAME_HEADER,
@@ -54,9 +57,9 @@ from milepostd.planner import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Container, Mapping, Sequence
 
-    from torch.distributed.checkpoint.metadata import Metadata
+    from milepost.format.index import Draft
 
 log = logging.getLogger(__name__)
 
@@ -236,13 +239,49 @@ def _age(path: Path) -> int:
 # --- the two tasks ----------------------------------------------------------------------------
 
 
-class _Composition(msgspec.Struct, frozen=True):
+class _Blobs(NamedTuple):
+    """The tensors of one rank's file, as the manifest describes them."""
+
+    is_counted: bytes
+    """One 0 or 1 for each tensor in the file: whether the index names it. The columns hold those
+    that it names."""
+    keys: tuple[str, ...]
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    end: int
+    """Of all tensors together."""
+
+
+class _Composition:
     """What a set of layouts makes together; every save with the same layouts uses it again."""
 
-    layouts: dict[int, str]
-    offers: dict[int, Offer]
-    assigned: dict[int, list[int]]
-    counted: dict[int, frozenset[int]]
+    def __init__(
+        self,
+        layouts: dict[int, str],
+        offers: dict[int, Offer],
+        assigned: dict[int, list[int]],
+        counted: Mapping[int, list[int]],
+    ) -> None:
+        self.layouts = layouts
+        self.offers = offers
+        self._assigned = assigned
+        self.counted = {rank: frozenset(items) for rank, items in counted.items()}
+        columns: dict[object, object] = {}
+        self.blobs = {
+            rank: _blobs(offer, assigned[rank], self.counted[rank], columns)
+            for rank, offer in sorted(offers.items())
+        }
+        self._files: dict[int, str] = {}
+        self._draft: Draft | None = None
+
+    def draft(self, files: dict[int, str]) -> Draft:
+        """Return the index for files of these names. Raises SaveFailed, UsageError."""
+        from milepost.format.index import Draft
+
+        if self._draft is None or self._files != files:
+            self._draft = Draft(self.offers, self._assigned, files)
+            self._files = files
+        return self._draft
 
 
 class Composer:
@@ -254,6 +293,12 @@ class Composer:
 
     def answer(self, request: AnyRequest) -> AnyAnswer:
         """Return the answer, whatever happens."""
+        # A million small lists and tuples that all stay: the collector would walk them over and
+        # over.
+        with collector_paused():
+            return self._answer(request)
+
+    def _answer(self, request: AnyRequest) -> AnyAnswer:
         call = request.call
         try:
             match request:
@@ -287,7 +332,7 @@ class Composer:
                 fixed[report.rank] = layout.assigned
             else:
                 offers[report.rank] = _share(decode_offer(report.offer), columns)
-        plan = _plan(offers, fixed)
+        plan = make_plan(offers, fixed)
         made = tuple(
             self._layouts.put(
                 request.job,
@@ -309,9 +354,9 @@ class Composer:
         Raises: PlanFailed, PlanRefused, MilepostError; _FileUnseenError, for which trying again may
         help.
         """
-        from milepost.format.index import METADATA_NAME, build_metadata, pickle_metadata
-
         warm()
+        from milepost.format.index import METADATA_NAME
+
         save = request.save
         root = Root(request.root)
         directory = root.save_dir(save)
@@ -321,15 +366,8 @@ class Composer:
             rank: {item: (at, length) for item, at, length, _ in file.objects}
             for rank, file in files.items()
         }
-        index: Metadata = build_metadata(
-            composition.offers,
-            composition.assigned,
-            {rank: file.file for rank, file in files.items()},
-            objects,
-            save.save_id,
-            str(root.path / save.name),
-        )
-        pickled = pickle_metadata(index)
+        draft = composition.draft({rank: file.file for rank, file in files.items()})
+        pickled = draft.fill(objects, save.save_id, str(root.path / save.name))
         described = msgspec.structs.replace(
             _manifest(request, composition, files), index_crc=isal_zlib.crc32(pickled)
         )
@@ -361,9 +399,8 @@ class Composer:
             found = {rank: self._layout(job, rank, layout) for rank, layout in layouts.items()}
             offers = {rank: layout.offer for rank, layout in found.items()}
             assigned = {rank: layout.assigned for rank, layout in found.items()}
-            plan = _plan(offers, assigned)
-            counted = {rank: frozenset(items) for rank, items in plan.counted.items()}
-            known = _Composition(layouts, offers, assigned, counted)
+            plan = make_plan(offers, assigned)
+            known = _Composition(layouts, offers, assigned, plan.counted)
         self._compositions[job] = known
         if len(self._compositions) > JOBS_KEPT:
             del self._compositions[next(iter(self._compositions))]
@@ -377,16 +414,6 @@ def warm() -> None:
     import milepost.format.index  # noqa: F401
 
     torch.set_num_threads(1)
-
-
-def _plan(offers: Mapping[int, Offer], fixed: Mapping[int, list[int]]) -> Plan:
-    # A million small lists and tuples that all stay: the cycle collector would walk them over and
-    # over.
-    gc.disable()
-    try:
-        return make_plan(offers, fixed)
-    finally:
-        gc.enable()
 
 
 def _share(offer: Offer, columns: dict[object, object]) -> Offer:
@@ -478,6 +505,24 @@ def _broken(message: str, node: str = "") -> PlanFailed:
     return PlanFailed(Cause("internal", message, "please report this", node=node))
 
 
+def _blobs(
+    offer: Offer, assigned: Sequence[int], counted: Container[int], columns: dict[object, object]
+) -> _Blobs:
+    """Return the tensors of a rank's file; columns that other ranks have, too, are held once."""
+    tensors = [item for item in assigned if offer.kinds[item] != Kind.OBJECT]
+    blob_bytes = [offer.container_bytes[item] for item in tensors]
+    blobs_at = place(blob_bytes).offsets
+    is_counted = bytes(item in counted for item in tensors)
+    blobs = _Blobs(
+        is_counted,
+        tuple(offer.keys[item] for item in compress(tensors, is_counted)),
+        tuple(compress(blobs_at, is_counted)),
+        tuple(compress(blob_bytes, is_counted)),
+        blobs_at[-1] + blob_bytes[-1] if tensors else 0,
+    )
+    return _Blobs._make(columns.setdefault(column, column) for column in blobs)
+
+
 def _manifest(
     request: IndexWanted, composition: _Composition, files: Mapping[int, manifest.FragmentFile]
 ) -> manifest.Manifest:
@@ -494,28 +539,30 @@ def _manifest(
     crcs: list[int] = []
     names: list[str] = []
     sizes: list[int] = []
-    for rank, offer in sorted(composition.offers.items()):
-        file = files[rank]
+    for rank, blobs in composition.blobs.items():
+        file, offer, counted = files[rank], composition.offers[rank], composition.counted[rank]
         if not file.file:
             continue
-        counted = composition.counted[rank]
-        tensors = [i for i in composition.assigned[rank] if offer.kinds[i] != Kind.OBJECT]
-        blob_bytes = [offer.container_bytes[item] for item in tensors]
-        blobs_at = place(blob_bytes).offsets
-        if len(file.crcs) != len(tensors):
+        if len(file.crcs) != len(blobs.is_counted):
             raise _broken(
-                f"rank {rank} has {len(tensors)} tensors, its file {len(file.crcs)} checksums"
+                f"rank {rank} has {len(blobs.is_counted)} tensors, its file {len(file.crcs)} "
+                "checksums"
             )
-        blobs = [*zip(tensors, blobs_at, blob_bytes, file.crcs, strict=True), *file.objects]
-        for item, at, length, crc in blobs:
+        if blobs.end > file.file_bytes:
+            raise _broken(f"{file.file} ends before its tensors, at {file.file_bytes} bytes")
+        keys += blobs.keys
+        offsets += blobs.offsets
+        lengths += blobs.lengths
+        crcs += compress(file.crcs, blobs.is_counted)
+        for item, at, length, crc in file.objects:
             if at + length > file.file_bytes:
                 raise _broken(f"{file.file} ends before its blob of {offer.keys[item]!r}")
             if item in counted:
                 keys.append(offer.keys[item])
-                files_of.append(len(names))
                 offsets.append(at)
                 lengths.append(length)
                 crcs.append(crc)
+        files_of += repeat(len(names), len(keys) - len(files_of))
         names.append(file.file)
         sizes.append(file.file_bytes)
     save = request.save
@@ -525,7 +572,7 @@ def _manifest(
         step=save.step,
         world=len(request.files),
         torch_version=str(torch.__version__),
-        milepost_version=version("milepost"),
+        milepost_version=_milepost_version(),
         committed_at_ms=time.time_ns() // 1_000_000,
         files=tuple(names),
         file_bytes=tuple(sizes),
@@ -535,6 +582,11 @@ def _manifest(
         lengths=tuple(lengths),
         crcs=tuple(crcs),
     )
+
+
+@cache
+def _milepost_version() -> str:
+    return version("milepost")
 
 
 # --- the process ------------------------------------------------------------------------------
@@ -572,8 +624,17 @@ def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     composer = Composer(Layouts(Path(sys.argv[1])))
+
+    def answer(request: AnyRequest) -> AnyAnswer:
+        with collector_paused():
+            made = composer.answer(request)
+            if isinstance(made, PlanMade):
+                # What a plan leaves behind stays for long: later collections need not walk it.
+                gc.freeze()
+            return made
+
     with suppress(BrokenPipeError):
-        serve(sys.stdin.buffer, answers, composer.answer)
+        serve(sys.stdin.buffer, answers, answer)
 
 
 if __name__ == "__main__":

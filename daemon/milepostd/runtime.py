@@ -755,7 +755,8 @@ class Runtime:
 
     async def _give_up(self, command: GiveUp) -> AnyEvent:
         save, root = command.save, Root(command.root)
-        look = root.forestall if command.is_coordinator else root.give_up
+        is_forestalled = command.is_coordinator and not command.was_prepared
+        look = root.forestall if is_forestalled else root.give_up
         try:
             found = await self._in_files(partial(look, save))
             if found == "committed" and command.is_coordinator:

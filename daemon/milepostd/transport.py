@@ -61,7 +61,7 @@ IDENTITY_NAME: Final = "identity"
 LINGER_MS: Final = 500
 """How long a closing socket may still try to deliver."""
 
-QUEUE_MESSAGES_MAX: Final = 10_000
+QUEUE_MESSAGES_MAX: Final = 1_000
 """High-water mark of each socket: far above what the saves in flight can need, low enough to bound
 memory."""
 

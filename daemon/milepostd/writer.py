@@ -3,8 +3,8 @@ memory.
 
 Runs in threads; knows the arena, the layout table and the storage functions, nothing of sessions or
 messages. The daemon puts the CRCs into the image, not the trainer, so that training pays for one
-copy only. Bytes are read once for their CRC; the GIL is free while they are read and written. What
-a client wrote into the arena is checked before it is used.
+copy only. The GIL is free while much is read and written. What a client wrote into the arena is
+checked before it is used.
 """
 
 from __future__ import annotations
@@ -16,17 +16,73 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
+from weakref import WeakKeyDictionary
 
 from isal import isal_zlib
 
 from milepost.arena import Arena, SlotRecord
 from milepost.errors import Rejected
-from milepost.format.layout import PAGE_BYTES, TableRow, align, unpack_table
+from milepost.format.layout import PAGE_BYTES, align, unpack_table
 from milepost.format.manifest import FRAGMENT_PREFIX, Fragment, FragmentFile, encode
 from milepost.protocol import SaveRef
 from milepost.storage import Root, check_name
 
 _CRC: Final = struct.Struct("<I")
+
+
+SMALL_BYTES: Final = 8 << 10
+"""Payloads up to this size are read once more for the CRC of their container, which is faster than
+to combine CRCs."""
+
+
+class _Containers:
+    """The tensors' containers in the images of one arena: what is the same in every save.
+
+    Raises Rejected("arena-invalid") for a table that has a checksum stand outside its container: it
+    must never be put where it does not belong.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        try:
+            self._rows = unpack_table(arena.table)
+        except ValueError as error:
+            raise _invalid(arena, str(error)) from error
+        self._heads: list[int] = []
+        """CRC of what stands before each payload, once it is known."""
+        self.end = 0
+        """Where the last one ends."""
+        for _, blob, blob_bytes, payload, payload_bytes, crc, central_crc in self._rows:
+            payload_end, end = payload + payload_bytes, blob + blob_bytes
+            if not (
+                blob <= payload
+                and payload_end <= crc
+                # An empty payload has one checksum field only, and both offsets name it.
+                and (crc + _CRC.size <= central_crc or crc == central_crc)
+                and central_crc + _CRC.size <= end
+            ):
+                raise _invalid(arena, f"layout names bytes outside the container at {blob}")
+            self.end = max(self.end, end)
+
+    def seal(self, image: memoryview) -> tuple[int, ...]:
+        """Put each payload's CRC into its container; return the CRCs of the whole containers."""
+        crc32, combine, put = isal_zlib.crc32, isal_zlib.crc32_combine, _CRC.pack_into
+        heads = self._heads or [
+            crc32(image[blob:payload]) for _, blob, _, payload, _, _, _ in self._rows
+        ]
+        crcs = []
+        for (_, blob, blob_bytes, payload, payload_bytes, crc_at, central_crc_at), head in zip(
+            self._rows, heads, strict=True
+        ):
+            payload_end, end = payload + payload_bytes, blob + blob_bytes
+            crc = crc32(image[payload:payload_end])
+            put(image, crc_at, crc)
+            put(image, central_crc_at, crc)
+            if payload_bytes <= SMALL_BYTES:
+                crcs.append(crc32(image[payload:end], head))
+            else:
+                crcs.append(crc32(image[payload_end:end], combine(head, crc, payload_bytes)))
+        self._heads = heads
+        return tuple(crcs)
 
 
 class OpenArenas:
@@ -40,6 +96,7 @@ class OpenArenas:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[str, tuple[tuple[int, int], Arena]] = {}
+        self._containers: WeakKeyDictionary[Arena, _Containers] = WeakKeyDictionary()
 
     def get(self, path: str) -> Arena:
         """Return the arena at `path`; do not close it. Raises Rejected("arena-invalid")."""
@@ -51,6 +108,14 @@ class OpenArenas:
                 identity = _identity(path)
                 self._open[path] = (identity, Arena.open(Path(path)))
             return self._open[path][1]
+
+    def containers(self, arena: Arena) -> _Containers:
+        """Return what its images hold. Raises Rejected("arena-invalid")."""
+        with self._lock:
+            found = self._containers.get(arena)
+            if found is None:
+                found = self._containers[arena] = _Containers(arena)
+            return found
 
     def forget(self, path: str) -> None:
         """Unmap the arena; one that is being written from is unmapped after that."""
@@ -105,7 +170,8 @@ def write_rank(
     """
     arena = Arena.open(Path(arena_path)) if arenas is None else arenas.get(arena_path)
     try:
-        return _write(root, save, arena, slot, layout_id, on_bytes)
+        containers = _Containers(arena) if arenas is None else arenas.containers(arena)
+        return _write(root, save, arena, containers, slot, layout_id, on_bytes)
     finally:
         if arenas is None:
             arena.close()
@@ -115,6 +181,7 @@ def _write(
     root: Root,
     save: SaveRef,
     arena: Arena,
+    containers: _Containers,
     slot: int,
     layout_id: str,
     on_bytes: Callable[[int], None],
@@ -124,14 +191,15 @@ def _write(
     staged = arena.slots[slot]
     record = staged.record()
     _check(arena, record, save, layout_id)
-    rows = _rows(arena, record)
+    if containers.end > record.image_bytes:
+        raise _invalid(arena, f"layout names bytes outside the {record.image_bytes} staged")
     if not record.image_bytes:
         return FragmentFile(
             rank=record.rank, layout_id=layout_id, file="", file_bytes=0, crcs=(), objects=()
         )
     file_bytes = align(record.image_bytes, PAGE_BYTES)
     with staged.image[:file_bytes] as image:
-        crcs = tuple(_seal_container(image, row) for row in rows)
+        crcs = containers.seal(image)
         objects = tuple(
             (item, offset, length, isal_zlib.crc32(image[offset : offset + length]))
             for item, offset, length in record.objects
@@ -177,40 +245,6 @@ def _check(arena: Arena, record: SlotRecord, save: SaveRef, layout_id: str) -> N
         )
     if arena.layout_id != layout_id:
         raise _invalid(arena, f"was made for layout {arena.layout_id}, not {layout_id}")
-
-
-def _rows(arena: Arena, record: SlotRecord) -> list[TableRow]:
-    """Return the layout's rows, all within the image: a CRC must never be put where it does not
-    belong.
-    """
-    try:
-        rows = unpack_table(arena.table)
-    except ValueError as error:
-        raise _invalid(arena, str(error)) from error
-    for _, blob, blob_bytes, payload, payload_bytes, crc, central_crc in rows:
-        payload_end, end = payload + payload_bytes, blob + blob_bytes
-        if not (
-            blob <= payload
-            and payload_end <= crc
-            # An empty payload has one checksum field only, and both offsets name it.
-            and (crc + _CRC.size <= central_crc or crc == central_crc)
-            and central_crc + _CRC.size <= end <= record.image_bytes
-        ):
-            raise _invalid(arena, f"layout names bytes outside the {record.image_bytes} staged")
-    return rows
-
-
-def _seal_container(image: memoryview, row: TableRow) -> int:
-    """Put the payload's CRC into the container; return the CRC of the whole container."""
-    _, blob, blob_bytes, payload, payload_bytes, crc_at, central_crc_at = row
-    payload_end = payload + payload_bytes
-    crc = isal_zlib.crc32(image[payload:payload_end])
-    _CRC.pack_into(image, crc_at, crc)
-    _CRC.pack_into(image, central_crc_at, crc)
-    head = isal_zlib.crc32(image[blob:payload])
-    both = isal_zlib.crc32_combine(head, crc, payload_bytes)
-    whole: int = isal_zlib.crc32(image[payload_end : blob + blob_bytes], both)
-    return whole
 
 
 def _next_number(directory: Path, rank: int) -> int:

@@ -38,7 +38,7 @@ def roll_back(rank: Rank) -> dict[str, Any]:
 def test_rolling_back_in_one_process_replaces_the_abandoned_future(folder: Path) -> None:
     root = folder / "root"
     with nodes(folder, 2, root) as (first, second):
-        told = run_ranks(roll_back, root, [first, second])
+        told = run_ranks(roll_back, root, [first, first, second])
     for each in told:
         assert [1.0] * 10 == each["back"]
         assert [23.0] * 10 == each["again"]
@@ -89,3 +89,61 @@ def test_structures_that_alternate_keep_their_layouts_and_paths_are_part_of_them
     assert [17.0] * 3 == told[1]
     assert ({"a.b": ("a", "b"), "o.x": ("o", "x")}, False) == told[2]
     assert ({"a.b": ("a.b",), "o.x": ("o.x",)}, True) == told[3]
+
+
+def mishandle(rank: Rank) -> dict[str, Any]:
+    """A child that was forked, threads at once, a cleaner of shared memory."""
+    import threading
+
+    import torch
+
+    from milepost import Checkpointer, SaveFailed, UsageError
+
+    state = {"w": torch.ones(100)}
+    told: dict[str, Any] = {}
+    with Checkpointer(rank.root) as ck:
+        ck.save(1, state).wait(60)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                ck.save(2, state)
+            except UsageError:
+                ck.close()
+                code = 0
+            os._exit(code)
+        told["child"] = os.waitpid(child, 0)[1]
+        told["after fork"] = ck.save(2, state).wait(60).step
+
+        saves: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda step=step: saves.append(ck.save(step, state)))
+            for step in range(10, 20)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        told["threads"] = sorted(save.wait(60).step for save in saves)
+
+        for path in ck._stager.arenas:
+            path.unlink()
+        try:
+            ck.save(30, state).wait(60)
+        except SaveFailed as error:
+            told["cleaned"] = error.code
+        told["after cleaning"] = ck.save(31, state).wait(60).step
+    return told
+
+
+def test_a_fork_threads_and_a_cleaner_of_shared_memory_cost_one_save_at_most(
+    folder: Path,
+) -> None:
+    root = folder / "root"
+    with nodes(folder, 1, root) as (node,):
+        (told,) = run_ranks(mishandle, root, [node])
+    assert 0 == told["child"]
+    assert 2 == told["after fork"]
+    assert list(range(10, 20)) == told["threads"]
+    assert told.get("cleaned") in ("arena-invalid", None)
+    assert 31 == told["after cleaning"]

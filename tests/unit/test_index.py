@@ -45,6 +45,7 @@ from milepost.errors import CorruptCheckpoint, LoadFailed, MilepostError, SaveFa
 from milepost.format.container import dtype_name, serialise, template
 from milepost.format.index import (
     METADATA_NAME,
+    Draft,
     build_metadata,
     pickle_metadata,
     read_metadata,
@@ -489,6 +490,46 @@ def test_the_pickle_names_nothing_of_ours(tmp_path: Path) -> None:
     assert "torch.distributed.checkpoint.metadata" in strings
     assert not [text for text in strings if "milepost" in text]
     assert (operations[0][0].name, operations[0][1]) == ("PROTO", 4)
+
+
+# --- filled in, save after save -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_final", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_draft_filled_in_is_the_index_built_anew(
+    name: str, is_final: bool, tmp_path: Path
+) -> None:
+    case = case_of(ranks(name), tmp_path)
+    case = with_final(case) if is_final else case
+    draft = Draft(case.offers, case.assigned, case.files)
+    far = {
+        rank: {item: (at + (1 << 40), length % 7) for item, (at, length) in objects.items()}
+        for rank, objects in case.objects.items()
+    }
+    for objects in (case.objects, far, case.objects):
+        expected = case._replace(objects=objects).build()
+        filled = draft.fill(objects, "save-7", "root/step_7")
+        # torch's unpickler, one that is strict about frames, and ours.
+        assert_same(expected, pickle.loads(filled))
+        assert_same(expected, pickle._loads(filled))  # type: ignore[attr-defined]
+        assert_same(expected, read_metadata(write(tmp_path, filled)))
+
+
+@pytest.mark.parametrize("name", ["", "größe", "x" * 300, "storage_meta"])
+def test_a_draft_takes_a_checkpoint_of_any_name(name: str, tmp_path: Path) -> None:
+    case = case_of(ranks("objects"), tmp_path)
+    filled = Draft(case.offers, case.assigned, case.files).fill(case.objects, name, name)
+    assert StorageMeta(checkpoint_id=name, save_id=name) == pickle.loads(filled).storage_meta
+
+
+def test_an_object_without_a_place_is_named_by_a_draft_as_well(tmp_path: Path) -> None:
+    case = case_of(ranks("objects"), tmp_path)
+    draft = Draft(case.offers, case.assigned, case.files)
+    said = "rank 0 reported no place for the object 'epoch'"
+    with pytest.raises(SaveFailed, match=said) as caught:
+        draft.fill({}, "save-7", "root/step_7")
+    assert caught.value.code == "plan-failed"
 
 
 # --- reading ----------------------------------------------------------------------------------

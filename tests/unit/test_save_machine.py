@@ -942,6 +942,69 @@ def test_a_restarted_daemon_goes_on_with_what_was_staged(
     assert {} == world.timers
 
 
+@scenario
+def test_a_restarted_daemon_that_fails_asks_whether_its_earlier_life_was_prepared() -> None:
+    """Found by simulation: it said `failed` of a save that had been published with its part."""
+    world = World((1, 1), network=losing(Outcome, first=9))
+    world.stage(SAVE)
+    world.run(1)
+    assert "committed" == world.disk[KEY]
+    world.crash("A")
+    world.fail(WriteImage, Cause("already-committed", "save 1-1 was published"), node="B")
+    world.restart("B")
+    world.run()
+    assert {"committed"} == world.verdicts(SAVE)
+    assert "committed" == _told(world, 1)
+
+
+def test_a_restarted_daemon_that_fails_ends_a_save_that_was_not_published_with_its_own_cause() -> (
+    None
+):
+    world = World((1, 1))
+    world.hold(BuildIndex)
+    world.stage(SAVE)
+    world.run(1)
+    world.crash("A")
+    world.fail(WriteImage, node="B")
+    world.restart("B")
+    world.run()
+    assert "failed" == _told(world, 1)
+    assert NO_SPACE.code == world.cause(1, SAVE).code
+
+
+def test_a_coordinator_that_was_told_prepared_calls_no_missing_directory_aborted() -> None:
+    """Found by simulation: the save had been published by its earlier life, and retained away."""
+    world = World((1, 1))
+    world.hold(WriteImage, "A")
+    world.stage(SAVE)
+    world.run(200)
+    assert [True] == [
+        each.was_prepared for each in world.done(GiveUp, "A") if isinstance(each, GiveUp)
+    ]
+
+
+def test_a_failure_of_an_earlier_attempt_is_no_proof_that_its_save_was_not_published() -> None:
+    """Found by simulation: `Fail` of a restarted node was answered with `failed`, unseen."""
+    world = World((1, 1), network=losing(Outcome, first=1))
+    world.stage(SAVE)
+    world.run(1)
+    world.restart("A")
+    world.killed.update((0, 1))
+    for rank in (0, 1):
+        world.join(rank, attempt=2)
+    world.run(1)
+    cause = Cause("already-committed", "save 1-1 was published")
+    world.post("A", PeerSaid(node_id="B", message=Fail(save=SAVE, cause=cause)))
+    world.run(1)
+    (outcome,) = {m.outcome for m in world.said(Outcome) if isinstance(m, Outcome)}
+    assert "committed" == outcome
+
+
+def _told(world: World, rank: int) -> str:
+    told = world.concluded(rank, SAVE)
+    return "nothing" if told is None else told.outcome
+
+
 def test_a_restarted_daemon_takes_trainers_that_do_not_come_back_for_dead() -> None:
     world = World((2, 1))
     world.stage(SAVE, 0, 2)

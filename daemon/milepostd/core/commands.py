@@ -123,12 +123,14 @@ class GiveUp(Command, frozen=True):
     """Slow: OutcomeFound. Take the save's directory out of the way, so that it can never be
     published.
 
-    is_coordinator: nobody else publishes, so a directory that was never made counts as aborted.
+    is_coordinator: nobody else publishes, so a directory that was never made counts as aborted,
+    unless a node `was_prepared`: then there was one, and that it shows nowhere proves nothing.
     """
 
     save: SaveRef
     root: str
     is_coordinator: bool
+    was_prepared: bool = False
 
 
 class Discard(Command, frozen=True):

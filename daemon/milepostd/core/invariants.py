@@ -76,7 +76,9 @@ def _bounds(node: Node) -> Iterator[str]:
 def _role(job: Job, role: Participation | Coordination, key: tuple[str, str]) -> Iterator[str]:
     if key != (role.save.job, role.save.save_id) or key[0] != job.job:
         yield f"holds save {role.save.save_id} of job {role.save.job}"
-    if save_order(role.save)[0] != job.attempt:
+    attempt = save_order(role.save)[0]
+    # Saves of an earlier attempt may be ended by its successor.
+    if attempt > job.attempt or (isinstance(role, Participation) and attempt < job.attempt):
         yield f"belongs to attempt {job.attempt}"
 
 
@@ -98,12 +100,17 @@ def _participation(role: Participation, key: tuple[str, str]) -> Iterator[str]:
         yield "gathers, though all ranks have reported"
     if phase is Phase.PLANNING and (role.reports.keys() != here or role.staged.keys() == here):
         yield "waits for a plan, though ranks are silent or all have staged"
-    if phase in (Phase.WRITING, Phase.SEALING, Phase.PREPARED, Phase.RESOLVING):
+    is_failed = role.failure is not None
+    if phase in (Phase.WRITING, Phase.SEALING, Phase.PREPARED) or (
+        phase is Phase.RESOLVING and not is_failed
+    ):
         if role.staged.keys() != here:
             yield f"is {phase} before all ranks have staged"
         if (phase is Phase.WRITING) == (role.files.keys() == here):
             yield f"is {phase} with files of ranks {sorted(role.files)}"
-    if phase in (Phase.PREPARED, Phase.RESOLVING) and (role.is_writing or not role.fragment):
+    if (phase is Phase.PREPARED or (phase is Phase.RESOLVING and not is_failed)) and (
+        role.is_writing or not role.fragment
+    ):
         yield f"is {phase}, but not all is durable"
     if phase is Phase.FAILING and role.failure is None:
         yield "fails without a cause"

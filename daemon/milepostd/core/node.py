@@ -96,6 +96,11 @@ SAVES_MAX: Final = 256
 DEADLINE_S_MAX: Final = 7 * 86_400.0
 """Longest deadline of a save: nobody waits a week for a checkpoint."""
 
+JOB_CHARACTERS_MAX: Final = 300
+ROOT_CHARACTERS_MAX: Final = 4096
+"""Longest names taken: they are in every status and on every line of the log. The client allows 200
+and adds the root's identity; 4,096 is PATH_MAX."""
+
 ENDED_MAX: Final = 256
 """Ended saves kept to answer late messages; older ones are forgotten, and late messages about them
 ignored."""
@@ -243,6 +248,9 @@ class Node:
             is_ours = rank in job.seats and staged.save.job == job.job
             if is_ours and save_order(staged.save)[0] == job.attempt:
                 commands += self._take_word(job, rank, staged, now_ns)
+                role = self.participations.get((job.job, staged.save.save_id))
+                if role is not None:
+                    role.is_recalled = True
         return commands + self._replay_early(job.job, now_ns)
 
     def _recall_over(self, name: str, now_ns: int) -> list[Command]:
@@ -333,6 +341,8 @@ class Node:
         world = len(join.node_of_rank)
         if not (
             join.attempt >= 0
+            and 0 < len(join.job) <= JOB_CHARACTERS_MAX
+            and len(join.root) <= ROOT_CHARACTERS_MAX
             and 0 <= join.rank < world
             and all(0 <= index < len(join.cohort) for index in join.node_of_rank)
             and len({node.node_id for node in join.cohort}) == len(join.cohort)
@@ -382,7 +392,8 @@ class Node:
     def _why_not_again(self, session: int, join: Join) -> Cause | None:
         """Why a session that has its place cannot take this one; asking twice is harmless."""
         held = self.sessions.get(session)
-        if held is None or (held.job is self.jobs.get(join.job) and held.rank == join.rank):
+        if held is None or (held.job.job == join.job and held.rank == join.rank):
+            # The same rank again: a repetition, or a further attempt of one process.
             return None
         return Cause(
             "protocol",
@@ -652,13 +663,10 @@ class Node:
             if job is None or attempt > job.attempt:
                 self._keep_early(node_id, message, now_ns)
                 return []
-            if attempt < job.attempt and isinstance(message, Fail) and node_id in job.nodes:
-                # It is not prepared and nobody here coordinates it: this is its end.
-                ended = "skipped" if message.skip else "failed"
-                verdict = Outcome(save=message.save, outcome=ended, cause=message.cause)
-                return [Send(node=job.nodes[node_id], message=verdict)]
             if (
-                attempt < job.attempt
+                # Of an earlier attempt a save can still be ended. How, the directory tells: an
+                # earlier life of this daemon may have published it.
+                (attempt < job.attempt and not isinstance(message, Fail))
                 or not job.is_coordinator
                 or node_id not in job.nodes
                 or sum(not role.is_concluded for role in self.coordinations.values()) >= SAVES_MAX

@@ -49,6 +49,7 @@ class Trigger(StrEnum):
     CANNOT = "this node cannot go on"
     OUTCOME = "outcome heard"
     OVERDUE = "deadline passed"
+    UNSURE = "deadline passed, and an earlier life may have been prepared"
     OUTCOME_FOUND = "outcome found"
     NEEDS_PLAN = "a rank needs a layout"
     ALL_GATHERED = "all nodes gathered"
@@ -84,6 +85,7 @@ PARTICIPANT: Final[dict[tuple[Phase, Trigger], Phase]] = {
     },
     (Phase.PREPARED, Trigger.OVERDUE): Phase.RESOLVING,
     (Phase.FAILING, Trigger.OVERDUE): Phase.CONCLUDED,
+    (Phase.FAILING, Trigger.UNSURE): Phase.RESOLVING,
     (Phase.PLANNING, Trigger.PLAN_SUFFICES): Phase.CONCLUDED,
     (Phase.RESOLVING, Trigger.OUTCOME_FOUND): Phase.CONCLUDED,
     (Phase.RESOLVING, Trigger.OVERDUE): Phase.CONCLUDED,

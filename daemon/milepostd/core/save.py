@@ -146,6 +146,8 @@ class Participation(_Role):
         self.fragment = ""
         self.failure: Fail | None = None
         self.outcome = ""
+        self.is_recalled = False
+        """Whether an earlier life of this daemon took part, and may have been prepared."""
         self.is_asking = False
         """Whether a GiveUp of this role is under way."""
         self.is_discarding = False
@@ -393,6 +395,9 @@ class Participation(_Role):
                 missing[0] if missing else -1,
             )
             return self.cannot(cause, now_ns)
+        if self.phase is Phase.FAILING and self.is_recalled and self.move(Trigger.UNSURE):
+            at_ns = now_ns + int(RESOLVE_GRACE_S * SECOND_NS)
+            return [*self._ask_directory(), self.set_timer("deadline", at_ns)]
         if self.phase is Phase.FAILING and self.move(Trigger.OVERDUE):
             # Never prepared, so the coordinator cannot have published: this is certain without its
             # word.
@@ -436,6 +441,9 @@ class Participation(_Role):
         """The shared directory has told how the save ended."""
         self.is_asking = False
         if event.outcome == "aborted" and self.move(Trigger.OUTCOME_FOUND):
+            if self.failure is not None:
+                ended = "skipped" if self.failure.skip else "failed"
+                return self._conclude(ended, now_ns, cause=self.failure.cause)
             cause = Cause(
                 "node-missing", f"{self._no_verdict()}; the save was given up", "", self.node_id
             )
@@ -533,8 +541,7 @@ class Participation(_Role):
     def _tell(self, now_ns: int) -> list[Command]:
         """Say to the coordinator where this node stands."""
         message: Gathered | Prepared | Fail
-        if self.phase is Phase.FAILING:
-            assert self.failure is not None
+        if self.failure is not None:
             message = self.failure
         elif self.phase in (Phase.PREPARED, Phase.RESOLVING):
             message = Prepared(
@@ -776,7 +783,16 @@ class Coordination(_Role):
         if not self.move(Trigger.REFUSED):
             return []
         self.failure = failure
-        return [GiveUp(save=self.save, root=self.job.root, is_coordinator=True)]
+        # An earlier life of this daemon may have published what is prepared, and retention may have
+        # taken it since.
+        return [
+            GiveUp(
+                save=self.save,
+                root=self.job.root,
+                is_coordinator=True,
+                was_prepared=bool(self.prepared),
+            )
+        ]
 
     def overdue(self, now_ns: int) -> list[Command]:
         """The deadline has passed."""

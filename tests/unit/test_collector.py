@@ -1,0 +1,67 @@
+"""The collector's switch: nested, from several threads, and taken back for a wait."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from milepost.collector import collector_paused, collector_running
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> Iterator[None]:
+    assert gc.isenabled()
+    yield
+    gc.enable()
+
+
+def test_the_collector_is_off_until_the_outermost_pause_ends() -> None:
+    with collector_paused():
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_what_fails_within_a_pause_ends_it() -> None:
+    with pytest.raises(KeyError), collector_paused():
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    with collector_paused():
+        pass
+    assert not gc.isenabled()
+
+
+def test_a_wait_within_a_pause_has_the_collector_on() -> None:
+    with collector_paused():
+        with collector_running():
+            assert gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_the_last_of_several_threads_switches_on_again() -> None:
+    is_in, may_end = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with collector_paused():
+            is_in.set()
+            may_end.wait()
+
+    other = threading.Thread(target=pause)
+    with collector_paused():
+        other.start()
+        is_in.wait()
+        with collector_running():
+            assert not gc.isenabled()
+    assert not gc.isenabled()
+    may_end.set()
+    other.join()
+    assert gc.isenabled()
