@@ -79,9 +79,7 @@ from milepost.save import STAGED, Checkpoint, Save
 from milepost.session import JOIN_S, Session
 from milepost.staging import Staged as StagedImage
 from milepost.staging import Stager
-from milepost.state import (
-    Items,
-)
+from milepost.state import Items
 from milepost.storage import Root, check_name
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from milepost.flattening import call_stateful, flatten, with_per_rank
 from milepost.planning import (
     FinalPlan,
     PlannerExchange,
@@ -18,16 +19,7 @@ from milepost.planning import (
     resolve,
     wants_lowest_rank,
 )
-from milepost.state import (
-    Items,
-    call_stateful,
-    collect,
-    fingerprint,
-    flatten,
-    make_offer,
-    serialise_objects,
-    with_per_rank,
-)
+from milepost.state import Items, collect, fingerprint, make_offer, serialise_objects
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from milepost.errors import LoadFailed, MilepostError
+from milepost.flattening import PER_RANK, flatten, per_rank_prefix
 from milepost.format.index import read_metadata
-from milepost.state import PER_RANK, flatten, per_rank_prefix
 from milepost.storage import Root
 
 log = logging.getLogger("milepost")

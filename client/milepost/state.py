@@ -1,16 +1,13 @@
 """From a user's state to items: what this rank could write, each with its key, its box and its
 source.
 
-Owns flattening (the same keys and paths as torch's own planner gives), the reading of every kind of
-tensor torch has, the refusal of those that cannot be stored exactly, the fingerprint of a structure
-and the offer made from it. It must not know of images, arenas, daemons or files. It copies nothing
-and keeps nothing: sources are looked up afresh in every save, since an optimizer or an offloading
-model may have replaced any storage since the last one. torch's private attributes are used here and
-nowhere else.
+Owns the reading of every kind of tensor torch has, the refusal of those that cannot be stored
+exactly, the fingerprint of a structure and the offer made from it. It must not know of images,
+arenas, daemons or files. It copies nothing and keeps nothing: sources are looked up afresh in every
+save, since an optimizer or an offloading model may have replaced any storage since the last one.
+torch's private attributes are used here and nowhere else.
 
-Sources: torch/distributed/checkpoint/_nested_dict.py, _traverse.py, state_dict_saver.py,
-default_planner.py and planner_helpers.py, torch/distributed/tensor/_utils.py and placement_types.py
-(2.13).
+Sources: torch/distributed/checkpoint/default_planner.py and planner_helpers.py (2.13).
 """
 
 from __future__ import annotations
@@ -18,10 +15,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from itertools import product
-from math import prod
-from typing import Any, Final, NamedTuple, TypeAlias
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 import msgpack
 import torch
@@ -30,27 +25,17 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.planner import WriteItemType
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from milepost.boxes import LocalBox, local_boxes, splits_of
 from milepost.errors import UsageError
+from milepost.flattening import Path, Paths
 from milepost.format import container
 from milepost.offer import Box, Kind, Offer
 
-Path: TypeAlias = tuple[str | int, ...]
-"""Where a value stands in the nested state."""
-
-Flat: TypeAlias = dict[str, Any]
-"""Flattened key to value, in the state's order."""
-
 FAULTS_SHOWN_MAX: Final = 10
 """How many faults one error lists; the rest are counted."""
-
-BOXES_MAX: Final = 1024
-"""Boxes one local shard may fall apart into; each costs a container of 1.5 KiB and an entry of the
-index."""
 
 PARTS_KEPT: Final = 1 << 16
 """Parts of DTensors that are remembered, by size and cut; about 1 KiB each."""
@@ -58,343 +43,6 @@ PARTS_KEPT: Final = 1 << 16
 DIGEST_BYTES_MAX: Final = 64 << 10
 """Replicas on the CPU up to this size get a digest; larger ones cost more than the finding is
 worth."""
-
-PER_RANK: Final = "per_rank"
-"""First component of the top-level names of state that differs by rank."""
-
-
-# --- flattening ---------------------------------------------------------------------------------
-
-_LEAF: Final = 0
-_MAPPING: Final = 1
-_LIST: Final = 2
-
-
-def _form(cls: type) -> int:
-    """Return how torch's traversal treats values of a class; tuples and sets are leaves to it."""
-    if issubclass(cls, Mapping):
-        return _MAPPING
-    return _LIST if issubclass(cls, list) else _LEAF
-
-
-def _is_traversed(values: list[Any]) -> bool:
-    """Tell whether a list is taken apart: it holds a tensor, a mapping, or a list that is taken
-    apart.
-    """
-    # By class first: such lists can hold a million numbers.
-    classes = set(map(type, values))
-    if any(issubclass(cls, torch.Tensor | Mapping) for cls in classes):
-        return True
-    return any(issubclass(cls, list) for cls in classes) and any(
-        isinstance(value, list) and _is_traversed(value) for value in values
-    )
-
-
-class Paths(Mapping[str, Path]):
-    """The path of each key of a flattened state.
-
-    Filled as columns, one entry a leaf, and put together when first asked for: only a plan asks.
-    """
-
-    def __init__(self, flat: Flat) -> None:
-        self._flat = flat
-        self.parents: list[Path] = []
-        """Where the container stands."""
-        self.names: list[str | int] = []
-        """The key or index in it."""
-
-    @cached_property
-    def _by_key(self) -> dict[str, Path]:
-        leaves = zip(self._flat, self.parents, self.names, strict=True)
-        return {key: (*parent, name) for key, parent, name in leaves}
-
-    def columns(self) -> tuple[object, ...]:
-        """Return what tells these paths from others, as plain data. About 0.2 us an entry."""
-        known: dict[Path, int] = {}
-        at = [known.setdefault(parent, len(known)) for parent in self.parents]
-        return (list(known), at, self.names)
-
-    def __getitem__(self, key: str) -> Path:
-        return self._by_key[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._flat)
-
-    def __len__(self) -> int:
-        return len(self._flat)
-
-
-def _named(values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    return zip(map(str, values), values.values(), strict=True)
-
-
-def _walk(
-    entries: Iterable[tuple[Any, Any]],
-    prefix: str,
-    path: Path,
-    flat: Flat,
-    paths: Paths,
-    forms: dict[type, int],
-) -> None:
-    """Add all leaves below `entries` to `flat` and `paths`.
-
-    A module-level function, since a recursive closure is a reference cycle that would keep the
-    whole state alive.
-    """
-    put_parent, put_name = paths.parents.append, paths.names.append
-    for name, value in entries:
-        form = forms.get(type(value))
-        if form is None:
-            form = forms[type(value)] = _form(type(value))
-        if form == _LEAF or (form == _LIST and not _is_traversed(value)):
-            flat[f"{prefix}{name}"] = value
-            put_parent(path)
-            put_name(name)
-        else:
-            inner = _named(value) if form == _MAPPING else enumerate(value)
-            _walk(inner, f"{prefix}{name}.", (*path, name), flat, paths, forms)
-
-
-def _raw_paths(
-    entries: Iterable[tuple[Any, Any]], path: tuple[Any, ...]
-) -> Iterable[tuple[Any, ...]]:
-    """Yield the path of every leaf, with mapping keys as they are and not yet turned into
-    strings.
-    """
-    for name, value in entries:
-        form = _form(type(value))
-        if form == _MAPPING:
-            yield from _raw_paths(value.items(), (*path, name))
-        elif form == _LIST and _is_traversed(value):
-            yield from _raw_paths(enumerate(value), (*path, name))
-        else:
-            yield (*path, name)
-
-
-def _collision(state: Mapping[Any, Any]) -> UsageError:
-    """Return the error that names the two paths of the first key that stands for two entries."""
-    seen: dict[str, tuple[Any, ...]] = {}
-    for path in _raw_paths(state.items(), ()):
-        key = ".".join(map(str, path))
-        if key in seen:
-            first, second = (" / ".join(map(repr, found)) for found in (seen[key], path))
-            return UsageError(
-                "key-collision",
-                f"the entries {first} and {second} of the state are both {key!r} once flattened",
-                "rename one of them: dots join the keys of nested dicts, and keys become strings",
-            )
-        seen[key] = path
-    raise AssertionError("no two entries share a key")
-
-
-_NEVER_STATEFUL: Final = frozenset(
-    {
-        torch.Tensor,
-        nn.Parameter,
-        DTensor,
-        dict,
-        list,
-        tuple,
-        str,
-        bytes,
-        int,
-        float,
-        bool,
-        type(None),
-    }
-)
-"""Classes whose instances cannot satisfy the protocol; asking a runtime protocol costs 5 us an
-entry."""
-
-
-def call_stateful(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a shallow copy in which each Stateful entry of the top level is replaced by its
-    `state_dict()`.
-
-    Exactly what torch's `dcp.save` does: nested Stateful objects are left alone. Raises UsageError
-    if `state` is not a mapping; what a `state_dict()` raises goes through.
-    """
-    if not isinstance(state, Mapping):
-        raise UsageError(
-            "usage",
-            f"the state is a {type(state).__name__}, not a dict",
-            'pass a dict such as {"model": model, "optimizer": optimizer}',
-        )
-    return {
-        key: value.state_dict()
-        if type(value) not in _NEVER_STATEFUL and isinstance(value, Stateful)
-        else value
-        for key, value in state.items()
-    }
-
-
-def per_rank_prefix(rank: int) -> str:
-    """Return what the top-level names of one rank's own state begin with."""
-    return f"{PER_RANK}/{rank}/"
-
-
-def with_per_rank(
-    state: Mapping[Any, Any], per_rank: Mapping[Any, Any] | None, rank: int
-) -> Mapping[Any, Any]:
-    """Return the state with this rank's own entries added, each under the one top-level name
-    `per_rank/<rank>/<key>`.
-
-    Raises UsageError("key-collision") if a name is taken.
-    """
-    if not per_rank:
-        return state
-    merged = dict(state)
-    taken = set(map(str, state))
-    for key, value in per_rank.items():
-        name = f"{per_rank_prefix(rank)}{key}"
-        if name in taken:
-            raise UsageError(
-                "key-collision",
-                f"the per-rank entry {key!r} is stored as {name!r}, which the state holds already",
-                "rename one of them",
-            )
-        taken.add(name)
-        merged[name] = value
-    return merged
-
-
-def flatten(state: Mapping[Any, Any]) -> tuple[Flat, Paths]:
-    """Return the state's leaves by flattened key, and each key's path, as torch's
-    DefaultSavePlanner has them.
-
-    Stateful entries of the top level are called first. The values are the live ones, not copies.
-    About 0.3 us an entry. Raises UsageError: "key-collision", or "usage" for a state that is no
-    mapping or contains itself.
-    """
-    called = call_stateful(state)
-    flat: Flat = {}
-    paths = Paths(flat)
-    try:
-        _walk(_named(called), "", (), flat, paths, {})
-    except RecursionError as error:
-        raise UsageError(
-            "usage", "the state contains itself, or is nested too deeply", "pass a finite state"
-        ) from error
-    if len(paths.names) != len(flat):
-        raise _collision(called)
-    return flat, paths
-
-
-# --- boxes of a sharded tensor ------------------------------------------------------------------
-
-Split: TypeAlias = tuple[int, int, int]
-"""One mesh dimension's cut of a tensor dimension: parts, this rank's part, split factor (1: a plain
-Shard)."""
-
-
-class LocalBox(NamedTuple):
-    """One box of a tensor on this rank: where it lies in the whole tensor, its sizes, where it lies
-    in the local one.
-    """
-
-    offsets: Box
-    sizes: Box
-    local_offsets: Box
-
-
-def _cut(ranges: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
-    """Return positions [begin, end) of the sequence that `ranges` (start, length) stand for."""
-    taken = []
-    for start, length in ranges:
-        low, high = max(begin, 0), min(end, length)
-        if low < high:
-            taken.append((start + low, high - low))
-        begin, end = begin - length, end - length
-        if end <= 0:
-            break
-    return taken
-
-
-def local_ranges(size: int, splits: Sequence[Split]) -> list[tuple[int, int]]:
-    """Return which indices of a dimension a rank holds, in the order it holds them, as (start,
-    length) ranges.
-
-    The cuts apply one after the other, each to what the one before left. A plain cut is
-    torch.chunk; one with a split factor f cuts into f pieces first and takes this rank's chunk of
-    each.
-    """
-    ranges = [(0, size)] if size else []
-    for parts, index, factor in splits:
-        total = sum(length for _, length in ranges)
-        piece = -(-total // factor)
-        left: list[tuple[int, int]] = []
-        for begin in range(0, total, piece) if piece else ():
-            end = min(begin + piece, total)
-            chunk = -(-(end - begin) // parts)
-            low = min(begin + index * chunk, end)
-            for start, length in _cut(ranges, low, min(low + chunk, end)):
-                if left and sum(left[-1]) == start:
-                    left[-1] = (left[-1][0], left[-1][1] + length)
-                else:
-                    left.append((start, length))
-        ranges = left
-    return ranges
-
-
-def local_boxes(size: Box, splits: Mapping[int, Sequence[Split]]) -> list[LocalBox]:
-    """Return the boxes that make up a rank's local tensor, at least one; `splits` maps a tensor
-    dimension to its cuts.
-
-    An empty local tensor is one box without elements, at the offset where torch puts it: the end of
-    the dimension.
-    """
-    axes = []
-    for dim, length in enumerate(size):
-        if dim not in splits:
-            axes.append([(0, length, 0)])
-            continue
-        axis, at = [], 0
-        for start, count in local_ranges(length, splits[dim]):
-            axis.append((start, count, at))
-            at += count
-        axes.append(axis or [(length, 0, 0)])
-    count = prod(map(len, axes))
-    if count > BOXES_MAX:
-        raise ValueError(f"its local part is {count} separate boxes, more than {BOXES_MAX}")
-    return [
-        LocalBox(
-            tuple(start for start, _, _ in box),
-            tuple(length for _, length, _ in box),
-            tuple(at for _, _, at in box),
-        )
-        for box in product(*axes)
-    ]
-
-
-def _splits(
-    placements: Sequence[Any], mesh_shape: Box, coordinate: Sequence[int], order: Sequence[int]
-) -> dict[int, list[Split]]:
-    """Return the cuts of each tensor dimension, in the order in which the mesh dimensions apply.
-
-    Raises ValueError, with what to do, for a placement that is no cut of finished values.
-    """
-    splits: dict[int, list[Split]] = {}
-    for mesh_dim in order:
-        placement = placements[mesh_dim]
-        if type(placement) is Replicate:
-            continue
-        if type(placement) is Shard:
-            factor = 1
-        elif type(placement) is _StridedShard:
-            factor = int(placement.split_factor)
-        elif isinstance(placement, Partial):
-            raise ValueError(
-                f"it is placed as {placement!r}, values not yet reduced; "
-                "redistribute it to Shard or Replicate first"
-            )
-        else:
-            raise ValueError(
-                f"it is placed as {placement!r}, which is neither Shard nor Replicate; "
-                "redistribute it first"
-            )
-        cut = (mesh_shape[mesh_dim], coordinate[mesh_dim], factor)
-        splits.setdefault(placement.dim, []).append(cut)
-    return splits
 
 
 # --- items --------------------------------------------------------------------------------------
@@ -608,12 +256,12 @@ def _local_part(
     place: Box,
     shard_order: tuple[Any, ...] | None,
 ) -> _LocalPart:
-    """Return the part at a place in the mesh. Raises ValueError as `_splits` does."""
+    """Return the part at a place in the mesh. Raises ValueError as `splits_of` does."""
     # A tensor dimension cut by several mesh dimensions is cut from left to right unless the spec
     # says otherwise.
     order = [dim for entry in shard_order or () for dim in entry.mesh_dims]
     order += [dim for dim in range(len(placements)) if dim not in order]
-    boxes = local_boxes(tuple(size), _splits(placements, mesh_shape, place, order))
+    boxes = local_boxes(tuple(size), splits_of(placements, mesh_shape, place, order))
     placement = f"{tuple(size)} {mesh_shape} {place} {placements!r} {order}"
     return _LocalPart(placement, tuple(size), boxes[0].offsets, boxes[0].sizes, boxes)
 

@@ -556,15 +556,16 @@ class Root:
 
     def discard(self, save: SaveRef) -> None:
         """Delete what the ended save left under `.partial`: its given-up files, and the checkpoint
-        it replaced.
+        it replaced. What somebody was killed deleting goes, too.
         """
         self.save_dir(save)
         with _reported("discard", self._partial):
             _delete_tree(self._aborted_dir(save))
-            if (self.path / save.name / METADATA_NAME).exists():
-                for name in os.listdir(self._partial):
-                    if name.endswith(_REPLACED) and name.rsplit(".", 2)[0] == save.name:
-                        _delete_tree(self._partial / name)
+            is_there = (self.path / save.name / METADATA_NAME).exists()
+            for name in os.listdir(self._partial):
+                was_replaced = name.endswith(_REPLACED) and name.rsplit(".", 2)[0] == save.name
+                if (was_replaced and is_there) or _is_pruned(name):
+                    _delete_tree(self._partial / name)
 
     # --- what is there ----------------------------------------------------------------------------
 

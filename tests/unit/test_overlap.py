@@ -16,18 +16,12 @@ from torch.optim import optimizer as torch_optimizer
 from milepost import overlap as under_test
 from milepost.arena import Slot
 from milepost.errors import MilepostError, UsageError
-from milepost.overlap import (
-    EARLY_MAX,
-    HostStreams,
-    Overlap,
-    Sampler,
-    Spans,
-    Streams,
-    copy_with_one_thread,
-    default_streams,
-)
+from milepost.flattening import flatten
+from milepost.overlap import EARLY_MAX, Overlap, Spans, copy_with_one_thread
+from milepost.sampling import Sampler
 from milepost.staging import NoPinner, Stager
-from milepost.state import Items, collect, fingerprint, flatten
+from milepost.state import Items, collect, fingerprint
+from milepost.streams import HostStreams, Streams, default_streams
 
 END_S = 20.0
 """How long a copy of these sizes may take on a busy machine."""

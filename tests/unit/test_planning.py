@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from milepost.errors import SaveFailed, UsageError
+from milepost.flattening import call_stateful
 from milepost.format.index import build_metadata, pickle_metadata
 from milepost.offer import Kind, Offer, decode_offer, encode_offer
 from milepost.planning import (
@@ -35,7 +36,7 @@ from milepost.planning import (
 )
 from milepost.protocol import SaveRef
 from milepost.staging import NoPinner, Stager
-from milepost.state import call_stateful, fingerprint
+from milepost.state import fingerprint
 
 State = dict[str, Any]
 T = TypeVar("T")

@@ -23,13 +23,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from milepost.arena import Arena, SlotState
 from milepost.errors import Rejected, SaveFailed, UsageError
+from milepost.flattening import flatten
 from milepost.format import container
 from milepost.format.index import build_metadata, pickle_metadata
 from milepost.format.layout import PAGE_BYTES, SMALL_ALIGN_BYTES, align, unpack_table
 from milepost.offer import Kind
 from milepost.protocol import SaveRef
 from milepost.staging import NoPinner, Staged, Stager, default_pinner, make_layout
-from milepost.state import Items, collect, flatten, make_offer, serialise_objects
+from milepost.state import Items, collect, make_offer, serialise_objects
 
 SAVE = SaveRef(job="job", save_id="1-1", step=7, name="step_7")
 

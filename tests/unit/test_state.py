@@ -35,20 +35,11 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from milepost.boxes import BOXES_MAX, local_boxes
 from milepost.errors import UsageError
+from milepost.flattening import call_stateful, flatten, with_per_rank
 from milepost.offer import Kind, decode_offer, encode_offer
-from milepost.state import (
-    BOXES_MAX,
-    Items,
-    call_stateful,
-    collect,
-    fingerprint,
-    flatten,
-    local_boxes,
-    make_offer,
-    serialise_objects,
-    with_per_rank,
-)
+from milepost.state import Items, collect, fingerprint, make_offer, serialise_objects
 
 U4: torch.dtype = vars(torch)["uint4"]
 
@@ -534,7 +525,7 @@ def test_a_fingerprint_tells_placements_and_coordinates_with_equal_boxes_apart(
 
 def test_a_fingerprint_is_the_same_in_every_process() -> None:
     script = (
-        "import torch; from milepost.state import *;"
+        "import torch; from milepost.state import *; from milepost.flattening import flatten;"
         "print(fingerprint(collect(*flatten({'a': torch.zeros(2), 'b': {'c': 1}})), (4, 'x')))"
     )
     other = subprocess.run(

@@ -615,6 +615,15 @@ def test_what_is_no_checkpoint_is_not_replaced_in_silence(
     assert path.is_symlink() or path.exists()
 
 
+def test_what_a_killed_daemon_had_begun_to_delete_goes_with_the_next_discard(root: Root) -> None:
+    commit(root, save_of(1, "1-1"))
+    half_deleted = root.path / ".partial" / "step_0.pruned-0123abcd"
+    half_deleted.mkdir()
+    (half_deleted / "__0_0.distcp").write_bytes(b"data")
+    root.discard(save_of(1, "1-1"))
+    assert [] == names(root.path / ".partial")
+
+
 def test_overwriting_replaces_a_checkpoint_and_discarding_deletes_the_old_one(root: Root) -> None:
     commit(root, save_of(30, "1-1"), b"old")
     save = save_of(30, "2-3", overwrite=True)

@@ -73,17 +73,12 @@ class Job:
         self.deadline_s = join.deadline_s
         self.coordinator: NodeRef = join.cohort[join.node_of_rank[0]]
         self.is_coordinator = self.coordinator.node_id == node_id
-        ranks: dict[str, list[int]] = {}
-        for rank, index in enumerate(join.node_of_rank):
-            ranks.setdefault(join.cohort[index].node_id, []).append(rank)
-        self.ranks_of: dict[str, tuple[int, ...]] = {
-            node: tuple(numbers) for node, numbers in ranks.items()
-        }
-        """The ranks of each node that has at least one: the cohort of each save."""
-        self.ranks_here = self.ranks_of.get(node_id, ())
-        self.nodes: dict[str, NodeRef] = {
-            node.node_id: node for node in join.cohort if node.node_id in ranks
-        }
+        own = [index for index, node in enumerate(join.cohort) if node.node_id == node_id]
+        self.ranks_here = tuple(
+            rank for rank, index in enumerate(join.node_of_rank) if index in own
+        )
+        self._ranks_of: dict[str, tuple[int, ...]] = {}
+        self._nodes: dict[str, NodeRef] = {}
         self.seats: dict[int, Seat] = {}
         self.is_journalled = False
         """Whether a restarted daemon would know this attempt."""
@@ -93,6 +88,31 @@ class Job:
     def world(self) -> int:
         """Number of ranks."""
         return len(self.node_of_rank)
+
+    @property
+    def ranks_of(self) -> dict[str, tuple[int, ...]]:
+        """The ranks of each node that has at least one: the cohort of each save.
+
+        Made when it is first asked for: only the coordinator of a large job needs it.
+        """
+        if not self._ranks_of:
+            ranks: dict[str, list[int]] = {}
+            for rank, index in enumerate(self.node_of_rank):
+                ranks.setdefault(self.cohort[index].node_id, []).append(rank)
+            self._ranks_of = {node: tuple(numbers) for node, numbers in ranks.items()}
+        return self._ranks_of
+
+    @property
+    def nodes(self) -> dict[str, NodeRef]:
+        """The cohort of each save by its nodes' ids; made when it is first asked for."""
+        if not self._nodes:
+            self._nodes = {node.node_id: node for node in self.peers()}
+        return self._nodes
+
+    def peers(self) -> tuple[NodeRef, ...]:
+        """The nodes that have at least one rank, in the order of the cohort."""
+        used = set(self.node_of_rank)
+        return tuple(node for index, node in enumerate(self.cohort) if index in used)
 
     def agrees_with(self, join: Join) -> bool:
         """Whether a further rank of the same attempt describes the same job."""

@@ -239,7 +239,7 @@ class Node:
             arenas = {path for owner, path in event.arenas if owner == rank}
             job.seats[rank] = Seat(session=NO_SESSION, pid=0, arenas=arenas)
         commands: list[Command] = [
-            MeetPeers(nodes=tuple(job.nodes.values())),
+            MeetPeers(nodes=job.peers()),
             SetTimer(timer=f"recall/{job.job}", at_ns=now_ns + int(RECALL_S * SECOND_NS)),
             Log(level="warning", event="job.recalled",
                 fields={"job": job.job, "attempt": job.attempt}),
@@ -294,7 +294,7 @@ class Node:
                 commands += self._supersede(job, join.attempt, now_ns)
             job = Job(join, self.node_id, None if job is None else job.history)
             self.jobs[join.job] = job
-            commands.append(MeetPeers(nodes=tuple(job.nodes.values())))
+            commands.append(MeetPeers(nodes=job.peers()))
             if previous is None or not self._has_pending(previous):
                 commands.append(self._sweep(job, job.ranks_here))
             if job.is_coordinator:
@@ -344,7 +344,8 @@ class Node:
             and 0 < len(join.job) <= JOB_CHARACTERS_MAX
             and len(join.root) <= ROOT_CHARACTERS_MAX
             and 0 <= join.rank < world
-            and all(0 <= index < len(join.cohort) for index in join.node_of_rank)
+            and min(join.node_of_rank) >= 0
+            and max(join.node_of_rank) < len(join.cohort)
             and len({node.node_id for node in join.cohort}) == len(join.cohort)
             and join.cohort[join.node_of_rank[join.rank]].node_id == here
         ):

@@ -1,0 +1,243 @@
+"""A nested state as leaves by flattened key, with the paths that lead to them: as torch's own
+planner has it, and faster.
+
+Calls the `state_dict()` of Stateful entries; reads no tensor. Sources:
+torch/distributed/checkpoint/ _nested_dict.py, _traverse.py and state_dict_saver.py (2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from milepost.errors import UsageError
+
+Path: TypeAlias = tuple[str | int, ...]
+"""Where a value stands in the nested state."""
+
+Flat: TypeAlias = dict[str, Any]
+"""Flattened key to value, in the state's order."""
+
+PER_RANK: Final = "per_rank"
+"""First component of the top-level names of state that differs by rank."""
+
+
+_LEAF: Final = 0
+_MAPPING: Final = 1
+_LIST: Final = 2
+
+
+def _form(cls: type) -> int:
+    """Return how torch's traversal treats values of a class; tuples and sets are leaves to it."""
+    if issubclass(cls, Mapping):
+        return _MAPPING
+    return _LIST if issubclass(cls, list) else _LEAF
+
+
+def _is_traversed(values: list[Any]) -> bool:
+    """Tell whether a list is taken apart: it holds a tensor, a mapping, or a list that is taken
+    apart.
+    """
+    # By class first: such lists can hold a million numbers.
+    classes = set(map(type, values))
+    if any(issubclass(cls, torch.Tensor | Mapping) for cls in classes):
+        return True
+    return any(issubclass(cls, list) for cls in classes) and any(
+        isinstance(value, list) and _is_traversed(value) for value in values
+    )
+
+
+class Paths(Mapping[str, Path]):
+    """The path of each key of a flattened state.
+
+    Filled as columns, one entry a leaf, and put together when first asked for: only a plan asks.
+    """
+
+    def __init__(self, flat: Flat) -> None:
+        self._flat = flat
+        self.parents: list[Path] = []
+        """Where the container stands."""
+        self.names: list[str | int] = []
+        """The key or index in it."""
+
+    @cached_property
+    def _by_key(self) -> dict[str, Path]:
+        leaves = zip(self._flat, self.parents, self.names, strict=True)
+        return {key: (*parent, name) for key, parent, name in leaves}
+
+    def columns(self) -> tuple[object, ...]:
+        """Return what tells these paths from others, as plain data. About 0.2 us an entry."""
+        known: dict[Path, int] = {}
+        at = [known.setdefault(parent, len(known)) for parent in self.parents]
+        return (list(known), at, self.names)
+
+    def __getitem__(self, key: str) -> Path:
+        return self._by_key[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._flat)
+
+    def __len__(self) -> int:
+        return len(self._flat)
+
+
+def _named(values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    return zip(map(str, values), values.values(), strict=True)
+
+
+def _walk(
+    entries: Iterable[tuple[Any, Any]],
+    prefix: str,
+    path: Path,
+    flat: Flat,
+    paths: Paths,
+    forms: dict[type, int],
+) -> None:
+    """Add all leaves below `entries` to `flat` and `paths`.
+
+    A module-level function, since a recursive closure is a reference cycle that would keep the
+    whole state alive.
+    """
+    put_parent, put_name = paths.parents.append, paths.names.append
+    for name, value in entries:
+        form = forms.get(type(value))
+        if form is None:
+            form = forms[type(value)] = _form(type(value))
+        if form == _LEAF or (form == _LIST and not _is_traversed(value)):
+            flat[f"{prefix}{name}"] = value
+            put_parent(path)
+            put_name(name)
+        else:
+            inner = _named(value) if form == _MAPPING else enumerate(value)
+            _walk(inner, f"{prefix}{name}.", (*path, name), flat, paths, forms)
+
+
+def _raw_paths(
+    entries: Iterable[tuple[Any, Any]], path: tuple[Any, ...]
+) -> Iterable[tuple[Any, ...]]:
+    """Yield the path of every leaf, with mapping keys as they are and not yet turned into
+    strings.
+    """
+    for name, value in entries:
+        form = _form(type(value))
+        if form == _MAPPING:
+            yield from _raw_paths(value.items(), (*path, name))
+        elif form == _LIST and _is_traversed(value):
+            yield from _raw_paths(enumerate(value), (*path, name))
+        else:
+            yield (*path, name)
+
+
+def _collision(state: Mapping[Any, Any]) -> UsageError:
+    """Return the error that names the two paths of the first key that stands for two entries."""
+    seen: dict[str, tuple[Any, ...]] = {}
+    for path in _raw_paths(state.items(), ()):
+        key = ".".join(map(str, path))
+        if key in seen:
+            first, second = (" / ".join(map(repr, found)) for found in (seen[key], path))
+            return UsageError(
+                "key-collision",
+                f"the entries {first} and {second} of the state are both {key!r} once flattened",
+                "rename one of them: dots join the keys of nested dicts, and keys become strings",
+            )
+        seen[key] = path
+    raise AssertionError("no two entries share a key")
+
+
+_NEVER_STATEFUL: Final = frozenset(
+    {
+        torch.Tensor,
+        nn.Parameter,
+        DTensor,
+        dict,
+        list,
+        tuple,
+        str,
+        bytes,
+        int,
+        float,
+        bool,
+        type(None),
+    }
+)
+"""Classes whose instances cannot satisfy the protocol; asking a runtime protocol costs 5 us an
+entry."""
+
+
+def call_stateful(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a shallow copy in which each Stateful entry of the top level is replaced by its
+    `state_dict()`.
+
+    Exactly what torch's `dcp.save` does: nested Stateful objects are left alone. Raises UsageError
+    if `state` is not a mapping; what a `state_dict()` raises goes through.
+    """
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            "usage",
+            f"the state is a {type(state).__name__}, not a dict",
+            'pass a dict such as {"model": model, "optimizer": optimizer}',
+        )
+    return {
+        key: value.state_dict()
+        if type(value) not in _NEVER_STATEFUL and isinstance(value, Stateful)
+        else value
+        for key, value in state.items()
+    }
+
+
+def per_rank_prefix(rank: int) -> str:
+    """Return what the top-level names of one rank's own state begin with."""
+    return f"{PER_RANK}/{rank}/"
+
+
+def with_per_rank(
+    state: Mapping[Any, Any], per_rank: Mapping[Any, Any] | None, rank: int
+) -> Mapping[Any, Any]:
+    """Return the state with this rank's own entries added, each under the one top-level name
+    `per_rank/<rank>/<key>`.
+
+    Raises UsageError("key-collision") if a name is taken.
+    """
+    if not per_rank:
+        return state
+    merged = dict(state)
+    taken = set(map(str, state))
+    for key, value in per_rank.items():
+        name = f"{per_rank_prefix(rank)}{key}"
+        if name in taken:
+            raise UsageError(
+                "key-collision",
+                f"the per-rank entry {key!r} is stored as {name!r}, which the state holds already",
+                "rename one of them",
+            )
+        taken.add(name)
+        merged[name] = value
+    return merged
+
+
+def flatten(state: Mapping[Any, Any]) -> tuple[Flat, Paths]:
+    """Return the state's leaves by flattened key, and each key's path, as torch's
+    DefaultSavePlanner has them.
+
+    Stateful entries of the top level are called first. The values are the live ones, not copies.
+    About 0.3 us an entry. Raises UsageError: "key-collision", or "usage" for a state that is no
+    mapping or contains itself.
+    """
+    called = call_stateful(state)
+    flat: Flat = {}
+    paths = Paths(flat)
+    try:
+        _walk(_named(called), "", (), flat, paths, {})
+    except RecursionError as error:
+        raise UsageError(
+            "usage", "the state contains itself, or is nested too deeply", "pass a finite state"
+        ) from error
+    if len(paths.names) != len(flat):
+        raise _collision(called)
+    return flat, paths
