@@ -44,7 +44,14 @@ from milepost.errors import (
     UsageError,
 )
 from milepost.offer import encode_offer, unpack_assigned
-from milepost.options import check_choice, check_options, job_name, make_overlap
+from milepost.options import (
+    check_choice,
+    check_options,
+    check_step,
+    find_root,
+    job_name,
+    make_overlap,
+)
 from milepost.overlap import Optimizers, Selection
 from milepost.preemption import PreemptionFlag
 from milepost.protocol import (
@@ -69,6 +76,7 @@ from milepost.protocol import (
 from milepost.rendezvous import Group, Introduction, Meeting, join_group, meet, tell_all
 from milepost.restore import (
     LoadReport,
+    check_whole,
     choose_checkpoint,
     load_checkpoint,
     warn_of_unexpected,
@@ -90,11 +98,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("milepost")
 
+WAIT_TOLD_S: Final = 15.0
+"""How long `save()` waits in silence; then the log says so."""
+
 LAYOUTS_MAX: Final = 8
 """Structures whose layouts are remembered: with and without optimizer state, say, in turn."""
-
-STEP_MAX: Final = 2**63 - 1
-"""Largest step: what msgpack and the manifest hold."""
 
 
 P = ParamSpec("P")
@@ -171,7 +179,7 @@ class Checkpointer:
     ) -> None:
         check_options(on_busy, on_failure, staging, slots, deadline_s, keep)
         self._overlap = make_overlap(staging, optimizer, planner)
-        self.root = Path(os.path.realpath(root))
+        self.root = find_root(root)
         self._process_group = process_group
         self._on_busy = on_busy
         self._on_failure = on_failure
@@ -484,8 +492,7 @@ class Checkpointer:
         self._check_open()
         self._finish_copy()
         self._raise_failures()
-        if type(step) is not int or not 0 <= step <= STEP_MAX:
-            raise UsageError("usage", f"step is {step!r}, not a whole number from 0 to {STEP_MAX}")
+        step = check_step(step)
         name = check_name(f"step_{step}" if checkpoint_id is None else checkpoint_id)
         self._check_repeated(name)
         self._finish_preparing()
@@ -504,9 +511,8 @@ class Checkpointer:
         except MilepostError as error:
             self._give_up(ref, error)
         except BaseException as error:
-            self._give_up(
-                ref, SaveFailed("internal", f"rank {self.rank} could not stage: {error!r}")
-            )
+            code = "internal" if isinstance(error, Exception) else "aborted"
+            self._give_up(ref, SaveFailed(code, f"rank {self.rank} could not stage: {error!r}"))
             raise
         save.stall_s = time.monotonic() - started_s
         return save
@@ -520,6 +526,7 @@ class Checkpointer:
     ) -> None:
         """Get a layout for the state and put it in force."""
         content = self._reader.read(ref.save_id, state, per_rank, self._join)
+        self._claim_root()
         self._plan(ref, save, content)
 
     def _fill(
@@ -563,16 +570,20 @@ class Checkpointer:
             "save another step, or make the Checkpointer with overwrite=True",
         )
 
+    def _claim_root(self) -> None:
+        """Claim the root for this job, on rank 0. Raises Rejected("root-locked")."""
+        if self.rank == 0 and self._ownership is None:
+            self._ownership = Ownership.take(Root(self.root), self.job)
+
     def _check_root(self, name: str) -> None:
-        """Claim the root for this job, and refuse to replace a directory that milepost did not
-        write; one rank does it for all.
+        """Claim the root, and refuse to replace a directory that milepost did not write; one rank
+        does it for all.
 
         Raises Rejected("root-locked"), UsageError("already-committed").
         """
         if self.rank != 0:
             return
-        if self._ownership is None:
-            self._ownership = Ownership.take(Root(self.root), self.job)
+        self._claim_root()
         if self._overwrite:
             return
         path = self.root / name
@@ -613,8 +624,20 @@ class Checkpointer:
         """
         if is_so():
             return True
+        started_s = time.monotonic()
+        pause_s = WAIT_TOLD_S
         with collector_running():
-            return self._changed.wait_for(is_so, timeout_s)
+            while not self._changed.wait_for(is_so, min(pause_s, timeout_s)):
+                waited_s = time.monotonic() - started_s
+                if waited_s >= timeout_s:
+                    return False
+                log.warning(
+                    "%s has waited for %.0f s in save(); every rank has to call it, and "
+                    "`milepost status` tells for whom it waits",
+                    self, waited_s,
+                )  # fmt: skip
+                pause_s = min(4 * WAIT_TOLD_S, timeout_s - waited_s)
+        return True
 
     def _stage(
         self, ref: SaveRef, save: Save, content: Content, selection: Selection | None
@@ -763,6 +786,7 @@ class Checkpointer:
         step: int | None = None,
         partial: bool = False,
         source: Literal["auto", "memory", "storage"] = "auto",
+        verify: bool = True,
     ) -> LoadReport:
         """Load a checkpoint into the state, in place. All ranks call it; rank 0 chooses the step.
 
@@ -774,6 +798,7 @@ class Checkpointer:
             step: which one; None: the latest.
             partial: leave keys that the checkpoint does not hold as they are.
             source: "storage", or "auto", which is the same here.
+            verify: read all of it once before, divided among the ranks, and check its checksums.
 
         Raises:
             LoadFailed: "not-found": there is no such checkpoint; "load-failed": keys are missing,
@@ -799,6 +824,9 @@ class Checkpointer:
         if attempt != self.attempt:
             self._begin_branch(attempt)
         with reading(Root(self.root), name):
+            if verify:
+                topic = f"verify/{self._loads}"
+                check_whole(self.root / name, self._group, topic, self._deadline_s)
             report = load_checkpoint(
                 self.root / name,
                 chosen,
@@ -894,5 +922,7 @@ class Checkpointer:
     def _raise_failures(self) -> None:
         with self._changed:
             failures, self._failures = self._failures, []
-        if failures:
-            raise failures[0].failure()
+        for save in failures:
+            # A failure that `wait()` has raised is known.
+            if not save.is_told:
+                raise save.failure()

@@ -6,6 +6,7 @@ Pure but for reading the environment; knows nothing of daemons, arenas or saves.
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -43,7 +44,7 @@ def check_options(
             f"slots is {slots!r}, not a whole number of at least 2",
             "one is written while one is filled",
         )
-    if not deadline_s > 0:
+    if type(deadline_s) not in (int, float) or not deadline_s > 0:
         raise UsageError("usage", f"deadline_s is {deadline_s!r}, not above 0")
     if keep is not None and not isinstance(keep, Policy):
         raise UsageError(
@@ -71,6 +72,38 @@ def make_overlap(
     return Overlap(optimizer)
 
 
+STEP_MAX: Final = 2**63 - 1
+"""Largest step: what msgpack and the manifest hold."""
+
+
+def check_step(step: object) -> int:
+    """Return a step as a plain int; numpy's and the like are taken. Raises UsageError."""
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if isinstance(step, bool) or not 0 <= number <= STEP_MAX:
+        raise UsageError("usage", f"step is {step!r}, not a whole number from 0 to {STEP_MAX}")
+    return number
+
+
+def find_root(root: str | os.PathLike[str]) -> Path:
+    """Return the root as an absolute path without links. Raises UsageError for what is no path of a
+    file system.
+    """
+    try:
+        text = os.fspath(root)
+    except TypeError:
+        text = ""
+    if not text:
+        raise UsageError("usage", f"root is {root!r}, not a path", "name a directory")
+    if "://" in text:
+        raise UsageError("usage", f"root is the URL {text}", "mount it; there are no object stores")
+    if text.startswith("~"):
+        raise UsageError("usage", f"root is {text}, and ~ is the shell's", "os.path.expanduser()")
+    return Path(os.path.realpath(text))
+
+
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Refuse a value that is none of the choices. Raises UsageError naming them."""
     if value not in choices:
@@ -86,6 +119,8 @@ def job_name(given: str | None, root: Path) -> str:
             raise UsageError("usage", f"job is {given!r}, not 1 to {JOB_CHARACTERS_MAX} characters")
         return given
     for variable in JOB_VARIABLES:
-        if os.environ.get(variable):
-            return os.environ[variable][:JOB_CHARACTERS_MAX]
+        found = os.environ.get(variable, "")
+        # torchrun with a fixed port gives every run the id "none".
+        if found and found != "none":
+            return found[:JOB_CHARACTERS_MAX]
     return hashlib.blake2b(str(root).encode(), digest_size=4).hexdigest()

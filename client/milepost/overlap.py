@@ -38,6 +38,7 @@ from milepost.collector import collector_paused
 from milepost.errors import MilepostError, SaveFailed, UsageError
 from milepost.offer import Box, Kind
 from milepost.sampling import Sampler
+from milepost.state import local_tensor
 from milepost.streams import Streams, default_streams
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class Spans:
 def _local(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a tensor's memory on this rank as a plain tensor; None if it has none of its own."""
     if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
+        tensor = local_tensor(tensor)
     try:
         return tensor if tensor.data_ptr() else None
     except RuntimeError:
@@ -182,17 +183,16 @@ _NO_TENSOR: Final = frozenset({int, float, bool, str, type(None)})
 def _memory(values: Sequence[Any]) -> list[torch.Tensor]:
     """Return the memory on this rank of all tensors among some values, or nested in them."""
     classes = set(map(type, values))
+    if DTensor in classes:
+        values = [local_tensor(value) if type(value) is DTensor else value for value in values]
+        classes = set(map(type, values))
     if classes <= _PLAIN:
         return list(values)
     if classes <= _PLAIN | _NO_TENSOR:
         return [value for value in values if type(value) in _PLAIN]
-    with torch.no_grad():
-        return [
-            part
-            for value in values
-            for leaf in _leaves(value)
-            if (part := _local(leaf)) is not None
-        ]
+    return [
+        part for value in values for leaf in _leaves(value) if (part := _local(leaf)) is not None
+    ]
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

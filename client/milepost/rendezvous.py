@@ -17,7 +17,14 @@ import msgpack
 import msgspec
 import torch.distributed as dist
 
-from milepost.errors import LoadFailed, MilepostError, Rejected, Unavailable, UsageError
+from milepost.errors import (
+    CorruptCheckpoint,
+    LoadFailed,
+    MilepostError,
+    Rejected,
+    Unavailable,
+    UsageError,
+)
 from milepost.protocol import NodeRef
 
 MEET_S: Final = 300.0
@@ -153,6 +160,7 @@ def tell_all(group: Group, topic: str, make: Callable[[], bytes], timeout_s: flo
         return answer[1:]
     told = msgpack.unpackb(answer[1:])
     kinds: dict[str, type[MilepostError]] = {
+        "CorruptCheckpoint": CorruptCheckpoint,
         "LoadFailed": LoadFailed,
         "UsageError": UsageError, "Rejected": Rejected, "Unavailable": Unavailable,
     }  # fmt: skip

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import msgpack
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,10 +27,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from milepost.errors import LoadFailed, MilepostError
+from milepost.errors import CorruptCheckpoint, LoadFailed, MilepostError
 from milepost.flattening import PER_RANK, flatten, per_rank_prefix
 from milepost.format.index import read_metadata
+from milepost.rendezvous import Group, gather, tell_all
 from milepost.storage import Root
+from milepost.tools.verify import verify
 
 log = logging.getLogger("milepost")
 
@@ -80,10 +83,41 @@ def warn_of_unexpected(report: LoadReport) -> None:
         named = ", ".join(map(repr, report.unexpected[:NAMED_MAX]))
         more = " ..." if len(report.unexpected) > NAMED_MAX else ""
         log.warning(
-            "step %s holds %s keys that the state did not ask for and that were not loaded: %s%s; "
-            "a fresh optimizer asks for nothing: pass torch's get_state_dict() instead",
+            "step %s holds %s keys that the state did not ask for and that were not loaded: %s%s "
+            "(a fresh optimizer asks for nothing; torch's get_state_dict() fills it first)",
             report.step, len(report.unexpected), named, more,
         )  # fmt: skip
+
+
+def check_whole(checkpoint: Path, group: Group, topic: str, timeout_s: float) -> None:
+    """Read every byte of a checkpoint once, divided among the ranks, and compare it with its
+    checksums; all ranks of the group call it.
+
+    torch writes checksums and never looks at them: a flipped bit loads as a wrong weight. What is
+    read here stays in the page cache for the load that follows.
+
+    Raises CorruptCheckpoint on every rank if any has found damage, naming file and tensor.
+    """
+    try:
+        damages = verify(checkpoint, share=(group.rank, group.world)).damages
+        told = [f"{damage.file}: {damage.key + ': ' if damage.key else ''}{damage.text}"
+                for damage in damages]  # fmt: skip
+    except MilepostError as error:
+        told = [error.message]
+    said = gather(group, topic, msgpack.packb(told[:NAMED_MAX]), timeout_s)
+
+    def judge() -> bytes:
+        found = list(dict.fromkeys(text for each in said for text in msgpack.unpackb(each)))
+        if found:
+            more = f" and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else ""
+            raise CorruptCheckpoint(
+                "corrupt",
+                f"{checkpoint} is damaged: {'; '.join(found[:NAMED_MAX])}{more}",
+                "load another step; verify=False loads it as it is",
+            )
+        return b""
+
+    tell_all(group, topic, judge, timeout_s)
 
 
 def load_checkpoint(
@@ -108,7 +142,7 @@ def load_checkpoint(
         named = ", ".join(repr(key) for key in missing[:NAMED_MAX])
         raise LoadFailed(
             "load-failed",
-            f"{checkpoint} holds none of {len(missing)} keys of the state: {named}"
+            f"{checkpoint} lacks {len(missing)} of the keys that the state asks for: {named}"
             + (" ..." if len(missing) > NAMED_MAX else ""),
             "load(partial=True) leaves them as they are",
         )

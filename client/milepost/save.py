@@ -53,6 +53,7 @@ class Save:
         step: the trainer's step.
         name: of the checkpoint's directory below the root.
         save_id: `<attempt>-<count>`, the same on all ranks.
+        is_told: whether `wait()` has raised why it failed.
         stall_s: how long `save()` kept the trainer.
         guard_s: how long the guard kept it after that, with `staging="overlap"`.
     """
@@ -62,6 +63,7 @@ class Save:
         self.name = name
         self.save_id = save_id
         self.stall_s = 0.0
+        self.is_told = False
         self.guard_s = 0.0
         self._abort = abort
         self._changed = threading.Condition()
@@ -103,6 +105,7 @@ class Save:
         """
         self._wait_until(self.done, timeout_s, "committed")
         if self._checkpoint is None:
+            self.is_told = True
             raise self.failure()
         return self._checkpoint
 

@@ -127,11 +127,16 @@ class Session:
             connection = Connection(self.run_dir, self._heard, self._lost)
             try:
                 return connection, connection.open(ANSWER_S)
-            except Unavailable:
+            except Unavailable as error:
                 # An embedded daemon may have been at its end when it was found running.
                 if time.monotonic() > until_s or self._is_closed:
-                    raise
-                log.info("waiting for the daemon in %s", self.run_dir)
+                    raise Unavailable(
+                        error.code,
+                        f"no daemon answers in {self.run_dir} within {START_S:g} s"
+                        + ("" if self.run_dir.is_dir() else ": there is no such directory"),
+                        error.hint,
+                    ) from None
+                log.warning("waiting for the daemon in %s", self.run_dir)
 
     def ensure(self, join: Join, timeout_s: float = MISSING_S) -> None:
         """Return once the rank has its place at a living daemon.

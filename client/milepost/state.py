@@ -53,7 +53,8 @@ def _requires_grad(owner: Any) -> bool:
     if isinstance(owner, ShardedTensor):
         # Asking the tensor itself warns that its class is deprecated.
         return bool(owner.metadata().tensor_properties.requires_grad)
-    return bool(getattr(owner, "requires_grad", False))
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(getattr(owner, "requires_grad", False))
 
 
 class Item(NamedTuple):
@@ -95,8 +96,8 @@ class Items:
     placements: list[str] = field(default_factory=list)
     """For shards: from what their boxes follow, the whole tensor's size, and mesh, place in it and
     cut, or the box itself; "" for whole tensors and objects."""
-    owners: Mapping[str, Any] = field(default_factory=dict)
-    """The value each key has in the flattened state."""
+    requires_grad: bytearray = field(default_factory=bytearray)
+    """Whether the value in the state does, one 0 or 1 each."""
     paths: Mapping[str, Path] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -113,7 +114,7 @@ class Items:
             tuple(self.global_sizes[item]),
             self.offsets[item],
             tuple(self.sizes[item]),
-            is_tensor and _requires_grad(self.owners.get(key)),
+            bool(self.requires_grad[item]),
             is_tensor and bool(source.is_pinned()),
             self.paths.get(key, (key,)),
         )
@@ -130,6 +131,7 @@ class Items:
         global_size: Box = (),
         offsets: Box = (),
         placement: str = "",
+        requires_grad: bool = False,
     ) -> None:
         """Append one item; a tensor's sizes, dtype and device are the source's own."""
         is_tensor = kind != Kind.OBJECT
@@ -143,6 +145,7 @@ class Items:
         self.devices.append(source.device.type if is_tensor else "")
         self.addresses.append(source.data_ptr() if is_tensor else 0)
         self.placements.append(placement)
+        self.requires_grad.append(requires_grad)
 
 
 _DTYPE_NAMES: Final[dict[torch.dtype | None, str]] = {None: ""}
@@ -186,6 +189,11 @@ def _sort(cls: type) -> str:
         return _SUBCLASS
     dispatches = cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return _REFUSED if dispatches or issubclass(cls, _UNINITIALIZED) else _SUBCLASS
+
+
+def local_tensor(value: DTensor) -> torch.Tensor:
+    """Return a DTensor's memory on this rank. Unlike `to_local()` it costs a look-up."""
+    return value._local_tensor
 
 
 def plain_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -307,6 +315,7 @@ class _Collector:
             source,
             global_size=source.shape,
             offsets=(0,) * source.dim(),
+            requires_grad=_requires_grad(value),
         )
 
     def _add_shard(
@@ -314,6 +323,7 @@ class _Collector:
         key: str,
         tensor: torch.Tensor,
         *,
+        owner: Any,
         global_size: Box,
         offsets: Box,
         sizes: Box,
@@ -333,6 +343,7 @@ class _Collector:
             global_size=global_size,
             offsets=offsets,
             placement=placement,
+            requires_grad=_requires_grad(owner),
         )
 
     def _part(self, value: DTensor) -> _LocalPart | None:
@@ -365,7 +376,7 @@ class _Collector:
         part = self._part(value)
         if part is None:
             return
-        local, size, boxes = value._local_tensor, value.shape, part.boxes
+        local, size, boxes = local_tensor(value), value.shape, part.boxes
         if _sort(type(local)) == _DECLARED:
             self._add_declared(key, value)
             return
@@ -373,6 +384,7 @@ class _Collector:
             self._add_shard(
                 key,
                 local,
+                owner=value,
                 global_size=size,
                 offsets=part.offsets,
                 sizes=part.sizes,
@@ -387,6 +399,7 @@ class _Collector:
             self._add_shard(
                 key,
                 piece,
+                owner=value,
                 global_size=size,
                 offsets=box.offsets,
                 sizes=box.sizes,
@@ -413,6 +426,7 @@ class _Collector:
             self._add_shard(
                 key,
                 tensor,
+                owner=value,
                 global_size=size,
                 offsets=offsets,
                 sizes=sizes,
@@ -429,6 +443,7 @@ class _Collector:
             self._add_shard(
                 key,
                 value.__get_tensor_shard__(item.index),
+                owner=value,
                 global_size=size,
                 offsets=offsets,
                 sizes=tuple(data.chunk.sizes),
@@ -458,7 +473,7 @@ def collect(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Items:
     Raises: UsageError("unsupported-tensor"), listing up to `FAULTS_SHOWN_MAX` entries that cannot
     be stored exactly.
     """
-    items = Items(owners=flat, paths=paths)
+    items = Items(paths=paths)
     collector = _Collector(items)
     parts = collector.parts
     sorts: dict[type, str] = {}
@@ -468,6 +483,7 @@ def collect(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Items:
     put_dtype, put_size, put_device = items.dtypes.append, items.sizes.append, items.devices.append
     put_global, put_offsets = items.global_sizes.append, items.offsets.append
     put_address, put_placement = items.addresses.append, items.placements.append
+    put_requires_grad = items.requires_grad.append
     for key, value in flat.items():
         cls = type(value)
         sort = sorts.get(cls)
@@ -489,6 +505,7 @@ def collect(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Items:
                     put_device("cpu" if value.is_cpu else value.device.type)
                     put_address(address)
                     put_placement("")
+                    put_requires_grad(value.requires_grad)
                     continue
             elif sort is dtensor:
                 part = parts.get(id(value._spec)) or collector.look_at(value)
@@ -506,6 +523,7 @@ def collect(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Items:
                         put_device("cpu" if local.is_cpu else local.device.type)
                         put_address(address)
                         put_placement(part.placement)
+                        put_requires_grad(value.requires_grad)
                         continue
         except RuntimeError:
             pass
@@ -549,7 +567,7 @@ def fingerprint(items: Items, extra: Sequence[Any] = ()) -> str:
         # Global sizes and offsets follow from these, and of whole tensors from their sizes.
         placements if any(placements) else (),
         items.paths.columns() if isinstance(items.paths, Paths) else list(items.paths.items()),
-        bytes(map(_requires_grad, items.owners.values())),
+        bytes(items.requires_grad),
         extra,
     )
     try:
@@ -608,7 +626,7 @@ def make_offer(
     digests = _tensor_digests(items) if with_digests else {}
     if with_digests:
         digests |= {item: isal_zlib.crc32(data) for item, data in objects.items()}
-    owners, keys = items.owners, items.keys
+    keys = items.keys
     is_tensor = [kind != Kind.OBJECT for kind in items.kinds]
     return Offer(
         keys=tuple(keys),
@@ -618,10 +636,7 @@ def make_offer(
         offsets=tuple(items.offsets),
         sizes=tuple(map(tuple, items.sizes)),
         container_bytes=container_bytes(items),
-        requires_grad=bytes(
-            tensor and _requires_grad(owners.get(key))
-            for tensor, key in zip(is_tensor, keys, strict=True)
-        ),
+        requires_grad=bytes(items.requires_grad),
         pinned=bytes(
             tensor and bool(source.is_pinned())
             for tensor, source in zip(is_tensor, items.sources, strict=True)

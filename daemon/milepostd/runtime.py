@@ -714,6 +714,9 @@ class Runtime:
         try:
             await self.faults.at("before-plan", _key(save), save.step)
             made = await self.planner.make_plan(save.job, command.reports)
+            if save.is_plan_only:
+                # Who prepares wants to have paid when it returns, and the index needs torch.
+                await self.planner.warm()
         except Exception as error:  # every failure becomes the command's one event
             return PlanFailed(save=save, cause=cause_of(error, node=self.node_ref.node_id))
         self.counters.planning_took(time.monotonic() - started_s)

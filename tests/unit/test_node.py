@@ -562,13 +562,21 @@ def test_retention_runs_after_a_commit_and_only_at_the_coordinator() -> None:
 
 def test_no_retention_after_a_failure_or_without_a_rule() -> None:
     world = World((1,), keep=Keep(last=2))
-    world.fail(Publish)
+    world.fail(Publish, Cause("io-error", "it broke"))
     world.stage(SAVE)
     world.run()
     other = World((1,))
     other.stage(SAVE)
     other.run()
     assert [] == world.done(Retain) + other.done(Retain)
+
+
+def test_a_full_file_system_is_freed_of_what_no_rule_keeps() -> None:
+    world = World((1,), keep=Keep(last=2))
+    world.fail(Publish, Cause("no-space", "it is full"))
+    world.stage(SAVE)
+    world.run()
+    assert 1 == len(world.done(Retain))
 
 
 def test_a_lost_rank_s_memory_is_freed_when_no_save_reads_it() -> None:

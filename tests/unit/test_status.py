@@ -175,7 +175,10 @@ def test_a_save_that_not_all_ranks_have_called_names_the_others() -> None:
     )
     world.stage(SAVE, 0, 2)
     world.run(0.5)
-    assert "waiting for 1 of 2 nodes: B to gather its ranks" == waiting(world)["coordinator"][1]
+    assert (
+        "waiting for 1 of 2 nodes: B to gather its ranks, not all of which have called save: "
+        "1 of 4 ranks: 3"
+    ) == waiting(world)["coordinator"][1]
 
 
 def test_a_save_that_waits_for_a_rank_to_stage_names_it() -> None:

@@ -112,6 +112,8 @@ class Job:
     def peers(self) -> tuple[NodeRef, ...]:
         """The nodes that have at least one rank, in the order of the cohort."""
         used = set(self.node_of_rank)
+        if len(used) == len(self.cohort):
+            return self.cohort
         return tuple(node for index, node in enumerate(self.cohort) if index in used)
 
     def agrees_with(self, join: Join) -> bool:

@@ -844,6 +844,10 @@ class Node:
         self._remember_ended(False, (save.job, save.save_id))
         commands = self._settle(job)
         outcome = coordination.outcome
+        is_full = coordination.failure is not None and coordination.failure.cause.code == "no-space"
+        if is_full and job.keep != Keep():
+            # What no rule keeps may be what fills the file system.
+            commands.append(Retain(job=job.job, root=job.root, keep=job.keep))
         if outcome is not None and outcome.outcome == "committed":
             # A checkpoint that this one replaced is still under `.partial`.
             commands.append(Discard(save=save, root=job.root))

@@ -859,8 +859,11 @@ class Coordination(_Role):
         silent = self._silent_nodes()
         match self.phase:
             case Phase.GATHERING:
+                ranks = [rank for node_id in silent for rank in self.job.ranks_of[node_id]]
                 return (
-                    f"waiting for {named('node', silent, len(self.job.nodes))} to gather its ranks"
+                    f"waiting for {named('node', silent, len(self.job.nodes))} to gather its "
+                    f"ranks, not all of which have called save: "
+                    f"{named('rank', ranks, self.job.world)}"
                 )
             case Phase.PLANNING:
                 return "planning: dropping replicas, balancing bytes, checking coverage"
