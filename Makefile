@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check fmt lint type unit integration bench clean
+.PHONY: setup demo test check fmt lint type unit integration sim faults soak bench clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,18 @@ unit: setup
 
 integration: setup
 	$(BIN)/python -m pytest tests/integration
+
+# SEED draws everything, NODES too if it is not given; HOURS: seed after seed for so long.
+sim: setup
+	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED)) $(if $(NODES),--nodes $(NODES)) \
+		$(if $(HOURS),--hours $(HOURS))
+
+faults: setup
+	$(BIN)/python -m pytest tests/faults
+
+# SOAK: options, such as --saves 1000 --seed 7.
+soak: setup
+	$(BIN)/python -m tests.faults.soak $(SOAK)
 
 # BENCH: options, such as --quick; BENCH_EXTRAS=bench,bench-peers compares with torch_checkpointing.
 BENCH_EXTRAS := bench

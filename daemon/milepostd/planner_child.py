@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import version
 from itertools import compress, repeat
 from pathlib import Path
@@ -266,13 +266,17 @@ class _Composition:
         self.offers = offers
         self._assigned = assigned
         self.counted = {rank: frozenset(items) for rank, items in counted.items()}
-        columns: dict[object, object] = {}
-        self.blobs = {
-            rank: _blobs(offer, assigned[rank], self.counted[rank], columns)
-            for rank, offer in sorted(offers.items())
-        }
         self._files: dict[int, str] = {}
         self._draft: Draft | None = None
+
+    @cached_property
+    def blobs(self) -> dict[int, _Blobs]:
+        """Of each rank, ascending."""
+        columns: dict[object, object] = {}
+        return {
+            rank: _blobs(offer, self._assigned[rank], self.counted[rank], columns)
+            for rank, offer in sorted(self.offers.items())
+        }
 
     def draft(self, files: dict[int, str]) -> Draft:
         """Return the index for files of these names. Raises SaveFailed, UsageError."""
@@ -346,6 +350,10 @@ class Composer:
             if not report.layout_id
         )
         self._layouts.prune(request.job)
+        # What the first save with this plan asks for. The plan made of its own result is the same.
+        layouts = {report.rank: report.layout_id for report in request.reports}
+        layouts.update((layout.rank, layout.layout_id) for layout in made)
+        self._keep(request.job, _Composition(layouts, offers, plan.assigned, plan.counted))
         return PlanMade(call=request.call, layouts=made, warnings=plan.warnings)
 
     def index(self, request: IndexWanted) -> IndexBuilt:
@@ -394,17 +402,21 @@ class Composer:
         """Return what the staged layouts make together; they may come from different plans."""
         job = request.save.job
         layouts = {file.rank: file.layout_id for file in request.files}
-        known = self._compositions.pop(job, None)
+        known = self._compositions.get(job)
         if known is None or known.layouts != layouts:
             found = {rank: self._layout(job, rank, layout) for rank, layout in layouts.items()}
             offers = {rank: layout.offer for rank, layout in found.items()}
             assigned = {rank: layout.assigned for rank, layout in found.items()}
             plan = make_plan(offers, assigned)
             known = _Composition(layouts, offers, assigned, plan.counted)
-        self._compositions[job] = known
+        self._keep(job, known)
+        return known
+
+    def _keep(self, job: str, composition: _Composition) -> None:
+        self._compositions.pop(job, None)
+        self._compositions[job] = composition
         if len(self._compositions) > JOBS_KEPT:
             del self._compositions[next(iter(self._compositions))]
-        return known
 
 
 def warm() -> None:

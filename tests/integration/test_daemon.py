@@ -259,6 +259,10 @@ def die_with_daemon(rank: Rank) -> None:
     state = {"w": torch.arange(1000.0)}
     ck.prepare(state)
     ck.save(7, state).wait_staged()
+    _until(
+        lambda: any("fault point" in save["waits_for"] for save in ck.status()["saves"]),
+        "the daemon has heard of it",
+    )
     os.kill(ck.status()["node"]["pid"], signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 

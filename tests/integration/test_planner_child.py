@@ -43,6 +43,8 @@ class Rank:
 
     def __init__(self, rank: int, **more: torch.Tensor) -> None:
         self.rank = rank
+        self.attempt = 0
+        """Number of its file."""
         half = (4 * rank, 0)
         self.values: list[tuple[str, Kind, tuple[int, ...], tuple[int, ...], Any]] = [
             ("model.w", Kind.SHARD, (8, 4), half, WEIGHT[4 * rank : 4 * rank + 4]),
@@ -96,7 +98,7 @@ class Rank:
                 objects.append((item, len(image), len(blob), zlib.crc32(blob)))
                 image += blob + bytes(align(len(blob), 64) - len(blob))
         image += bytes(align(len(image), PAGE_BYTES) - len(image))
-        name = f"__{self.rank}_0.distcp"
+        name = f"__{self.rank}_{self.attempt}.distcp"
         (directory / name).write_bytes(image)
         return FragmentFile(
             rank=self.rank,
@@ -190,6 +192,31 @@ def test_stock_torch_loads_what_two_ranks_wrote(tmp_path: Path) -> None:
         assert {".metadata", ".milepost", "__0_0.distcp", "__1_0.distcp"} == {f.name for f in files}
         assert_loads(checkpoint)
         check_manifest(checkpoint)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_later_saves_of_a_plan_have_objects_of_other_lengths_and_files_of_other_names(
+    tmp_path: Path,
+) -> None:
+    async def run() -> None:
+        planner = Planner(tmp_path / "plans")
+        ranks = [Rank(0), Rank(1)]
+        layouts = await plan(planner, *[rank.report() for rank in ranks])
+        for number, attempt in enumerate((0, 0, 1, 1)):
+            count = {"batches": 7, "names": ["x" * 1000] * number}
+            for rank in ranks:
+                rank.attempt = attempt
+                rank.values[2] = ("count", Kind.OBJECT, (), (), count)
+            save = Save(tmp_path / f"root{number}", ranks, layouts)
+            built = await save.index(planner)
+            assert isinstance(built, IndexBuilt), built
+            checkpoint = save.root.publish(SAVE)
+            state = load(checkpoint)
+            assert torch.equal(WEIGHT, state["model"]["w"])
+            assert count == state["count"]
+            check_manifest(checkpoint)
+        await planner.stop()
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

@@ -177,9 +177,12 @@ class World:
     def node_of(self, rank: int) -> str:
         return self.cohort[self.node_of_rank[rank]].node_id
 
+    def new_session(self, rank: int) -> int:
+        return next(self.numbers)
+
     def join(self, rank: int, *, attempt: int = 1, job: str = "job", **changes: object) -> int:
         """Open a session for the rank and ask for its place; return the session."""
-        session = next(self.numbers)
+        session = self.new_session(rank)
         self.session_of[rank] = session
         self.rank_of[session] = rank
         fields: dict[str, object] = {
@@ -301,7 +304,7 @@ class World:
 
     def come_back(self, rank: int) -> None:
         join = self.joins[rank]
-        session = self.session_of[rank] = next(self.numbers)
+        session = self.session_of[rank] = self.new_session(rank)
         self.rank_of[session] = rank
         name = self.node_of(rank)
         self.post(name, SessionOpened(session=session), LATENCY_S)

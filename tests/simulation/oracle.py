@@ -1,0 +1,347 @@
+"""What must hold, judged from outside the nodes: by what lies on disk and by what people are told.
+
+Every sentence it finds wrong raises `SafetyViolation` at that instant, with what led to it. It
+changes nothing, and believes no node: a checkpoint is judged by its files.
+
+1. Nothing under a final name is incomplete, mixed or not durable.
+2. What anybody was told is committed is there after any crash, unless it was replaced or retained
+   away by rule.
+3. No save has two outcomes, over all ranks and nodes.
+4. Each handle ends in bounded virtual time.
+5. Retention never removes the last good checkpoint, nor anything that a rule keeps.
+6. `latest` never names something incomplete.
+7. A slot is not filled anew while a writer reads it.
+8. The invariants of each node hold after each of its events.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from milepost.errors import CODES
+from milepost.protocol import Keep
+from milepostd.core.commands import Log
+from milepostd.core.events import AnyEvent
+from milepostd.core.invariants import broken_invariants
+from tests.simulation.disk import (
+    LATEST,
+    MANIFEST,
+    METADATA,
+    REPLACED,
+    Disk,
+    File,
+    Folder,
+    Image,
+    Inode,
+    Manifest,
+    Replacement,
+)
+from tests.simulation.world import SECOND_NS, World
+
+if TYPE_CHECKING:
+    from tests.simulation.machine import Daemon, Slot
+    from tests.simulation.workload import Handle, Trainer
+
+STORY_LINES: Final = 60
+"""How much of what led to a violation is told."""
+
+
+class SafetyViolation(AssertionError):
+    """Something happened that must never happen."""
+
+
+class LivenessViolation(AssertionError):
+    """Something that must happen did not, in time."""
+
+
+@dataclass
+class Oracle:
+    """See the module's docstring.
+
+    Args:
+        checks_every: nodes' invariants are checked after every so many events.
+    """
+
+    world: World
+    disk: Disk
+    deadline_s: float
+    checks_every: int = 1
+    outcomes: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Save id -> outcome -> who was told so first."""
+    committed: dict[str, Handle | None] = field(default_factory=dict)
+    names: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Save id -> name and step, of saves that were published."""
+    gone: dict[str, str] = field(default_factory=dict)
+    """Committed saves that need not be there any more, and why."""
+    open: dict[int, tuple[Handle, Trainer]] = field(default_factory=dict)
+    marks: dict[str, int] = field(default_factory=dict)
+    """Log events, outcomes and codes seen, and how often."""
+    story: deque[str] = field(default_factory=lambda: deque(maxlen=STORY_LINES))
+    commits: int = 0
+    checked: int = 0
+    check_at: int = 1
+    retained: dict[str, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.disk.on_named = self.named
+
+    def fail(self, what: str) -> None:
+        story = "\n  ".join(self.story)
+        raise SafetyViolation(f"at {self.world.now_s:.6f} s: {what}\nwhat led to it:\n  {story}")
+
+    def tell(self, *words: object) -> None:
+        self.story.append(f"{self.world.now_s:12.6f} " + " ".join(str(word) for word in words))
+
+    def mark(self, name: str) -> None:
+        self.marks[name] = self.marks.get(name, 0) + 1
+
+    # --- nodes
+
+    def handled(self, daemon: Daemon, event: AnyEvent, commands: tuple[Any, ...]) -> None:
+        self.checked += 1
+        if self.checked >= self.check_at:
+            node = daemon.node_core
+            # The more a node remembers, the longer it takes and the less often it is done.
+            roles = len(node.participations) + len(node.coordinations)
+            self.check_at = self.checked + max(self.checks_every, roles // 8)
+            broken = broken_invariants(node)
+            if broken:
+                self.fail(f"node {daemon.node} after {event}: {broken}")
+        if self.checks_every == 1:
+            self.tell(daemon.node, _short(event), "->", *map(_short, commands))
+
+    def logged(self, node: str, line: Log) -> None:
+        self.mark(line.event)
+        if line.cause is not None:
+            self.mark(f"code:{line.cause.code}")
+            if line.cause.code not in CODES:
+                self.fail(f"node {node} logs the unknown code {line.cause.code}")
+        if line.save is not None and line.event in ("save.committed", "save.failed",
+                                                    "save.skipped"):  # fmt: skip
+            outcome = str(line.fields["outcome"])
+            self.outcome(line.save.save_id, outcome, f"node {node}")
+
+    def outcome(self, save_id: str, outcome: str, who: str) -> None:
+        """Somebody was told how a save ended."""
+        told = self.outcomes.setdefault(save_id, {})
+        if outcome in told:
+            return
+        self.mark(f"outcome:{outcome}")
+        if save_id in self.gone and outcome in ("failed", "skipped"):
+            # Told by a node that was away, of a checkpoint that a rule has removed since: it finds
+            # no trace of it, and nothing is lost that was not given up on purpose.
+            self.mark("verdict.late")
+            return
+        told[outcome] = who
+        self.tell("verdict", save_id, outcome, who)
+        if "committed" in told and told.keys() & {"failed", "skipped"}:
+            self.fail(f"save {save_id} has two outcomes: {told}")
+        if outcome == "committed":
+            self.commits += 1
+            if save_id not in self.names:
+                self.fail(f"save {save_id} was told to be committed and was never published")
+            self._check_there(save_id)
+        elif outcome in ("failed", "skipped") and save_id in self.names:
+            self.fail(f"save {save_id} is a checkpoint, and {who} was told {outcome}")
+
+    # --- handles and slots
+
+    def opened(self, handle: Handle, trainer: Trainer) -> None:
+        self.open[id(handle)] = (handle, trainer)
+
+    def ended(self, handle: Handle) -> None:
+        self.open.pop(id(handle), None)
+        self.mark(f"handle:{handle.phase}")
+        self.outcome(handle.save.save_id, handle.phase, f"the handle of rank {handle.rank}")
+
+    def died(self, trainer: Trainer) -> None:
+        """The process has ended: nobody waits for its handles any more."""
+        self.tell(f"trainer {trainer.rank} of attempt {trainer.attempt.number} has ended")
+        for key, (_, owner) in list(self.open.items()):
+            if owner is trainer:
+                del self.open[key]
+
+    def filling(self, slot: Slot, trainer: Trainer) -> None:
+        if slot.readers:
+            self.fail(f"rank {trainer.rank} fills a slot that a writer reads")
+
+    def freed(self, slot: Slot, trainer: Trainer, save_id: str) -> None:
+        if slot.readers:
+            self.fail(f"rank {trainer.rank} was given the slot of {save_id}, which a writer reads")
+
+    @property
+    def handle_s_max(self) -> float:
+        """How long a handle may take while its trainer lives: waiting for the daemon, for a slot,
+        for a layout, for the outcome, and for a lost daemon.
+        """
+        return 20 + self.deadline_s + (self.deadline_s + 30) + (self.deadline_s + 30 + 17) + 95
+
+    def check_handles(self) -> None:
+        for handle, trainer in self.open.values():
+            age_s = (self.world.now_ns - handle.opened_at_ns) / SECOND_NS
+            if age_s > self.handle_s_max:
+                raise LivenessViolation(
+                    f"at {self.world.now_s:.3f} s: the handle of rank {trainer.rank} for "
+                    f"{handle.save.save_id} is {handle.phase} after {age_s:.0f} s, more than "
+                    f"{self.handle_s_max:.0f} s\n  " + "\n  ".join(self.story)
+                )
+
+    # --- the directory
+
+    def named(self, name: str, inode: Inode | None) -> None:
+        """A name in the root was given or taken."""
+        if name.startswith("."):
+            return
+        if name == LATEST:
+            self.check_latest()
+            return
+        self.tell("root:", name, "is gone" if inode is None else "is there")
+        if not isinstance(inode, Folder):
+            return
+        manifest = self._check_complete(name, inode)
+        self.names[manifest.save_id] = (name, manifest.step)
+        told = self.outcomes.get(manifest.save_id, {})
+        if told.keys() & {"failed", "skipped"}:
+            self.fail(f"save {manifest.save_id} becomes {name}, and was told to be {told}")
+        for save_id, (other, _) in self.names.items():
+            if other == name and save_id != manifest.save_id and save_id not in self.gone:
+                self.gone[save_id] = f"replaced by {manifest.save_id}"
+        self.gone.pop(manifest.save_id, None)
+
+    def _check_complete(self, name: str, folder: Folder) -> Manifest:
+        """Judge a checkpoint by its files; all of them durable."""
+        parts = [folder.entries.get(part) for part in (MANIFEST, METADATA)]
+        manifest = parts[0].content if isinstance(parts[0], File) else None
+        if not isinstance(manifest, Manifest) or not isinstance(parts[1], File):
+            self.fail(f"{name} has no manifest, or no index")
+            raise AssertionError
+        if parts[1].content != manifest:
+            self.fail(f"{name}: its index and its manifest are of two saves")
+        ranks = [rank for rank, _ in manifest.files]
+        if ranks != list(range(len(ranks))) or not ranks:
+            self.fail(f"{name} holds ranks {ranks}")
+        if len({layout.partition("/")[0] for layout in manifest.layouts}) != 1:
+            self.fail(f"{name} mixes structures: {manifest.layouts}")
+        for rank, file_name in manifest.files:
+            file = folder.entries.get(file_name)
+            image = file.content if isinstance(file, File) else None
+            if not isinstance(image, Image) or image.is_torn:
+                self.fail(f"{name}/{file_name} is {image}")
+                raise AssertionError
+            wanted = (manifest.job, manifest.save_id, manifest.step, name, rank)
+            if image[:5] != wanted:
+                self.fail(f"{name}/{file_name} holds {image}, not {wanted}")
+        named = {MANIFEST, METADATA, *(file for _, file in manifest.files)}
+        for part, inode in folder.entries.items():
+            if part not in named:
+                # What a late node puts beside the checkpoint harms nobody.
+                self.mark("stray file")
+                continue
+            if isinstance(inode, File) and not inode.is_synced:
+                self.fail(f"{name}/{part} is not synced")
+            if folder.durable.get(part) is not inode:
+                self.fail(f"the name {name}/{part} is not synced")
+        return manifest
+
+    def check_latest(self) -> None:
+        link = self.disk.root.entries.get(LATEST)
+        if not isinstance(link, File):
+            return
+        name = str(link.content)
+        folder = self.disk.root.entries.get(name)
+        if isinstance(folder, Folder):
+            self._check_complete(name, folder)
+        elif not self._is_being_replaced(name):
+            self.fail(f"latest names {name}, which is not there")
+
+    def _is_being_replaced(self, name: str) -> bool:
+        """Whether the old checkpoint lies aside with an intent that will bring a whole one back."""
+        intent = self.disk.run.entries.get(f"replace-{name}")
+        content = intent.content if isinstance(intent, File) else None
+        return isinstance(content, Replacement) and content.aside in self.disk.partial.entries
+
+    def _lies_aside(self, save_id: str, name: str) -> bool:
+        return f"{name}.{save_id}{REPLACED}" in self.disk.partial.entries
+
+    def _check_there(self, save_id: str) -> None:
+        if save_id in self.gone:
+            return
+        name, _ = self.names[save_id]
+        folder = self.disk.root.entries.get(name)
+        if isinstance(folder, Folder):
+            found = self._check_complete(name, folder)
+            if found.save_id != save_id:
+                self.fail(f"{name} holds {found.save_id}; {save_id} was committed under it")
+        elif not self._lies_aside(save_id, name):
+            self.fail(f"save {save_id} was committed as {name}, which is not there")
+
+    def crashed(self, owner: str | None, lost: int) -> None:
+        """Unsynced things were lost: what was told must stand."""
+        self.tell(f"crash of {owner or 'the storage'}: {lost} things lost")
+        for save_id, told in self.outcomes.items():
+            if "committed" in told:
+                self._check_there(save_id)
+        for name, inode in list(self.disk.root.entries.items()):
+            if isinstance(inode, Folder) and not name.startswith("."):
+                self._check_complete(name, inode)
+        self.check_latest()
+
+    def retaining(self, doomed: list[str], keep: Keep) -> None:
+        """The coordinator is about to remove these."""
+        there: list[tuple[tuple[int, int, int], str]] = []
+        for name, inode in self.disk.root.entries.items():
+            if isinstance(inode, Folder) and not name.startswith("."):
+                manifest = self._check_complete(name, inode)
+                attempt, _, count = manifest.save_id.partition("-")
+                there.append(((int(attempt), manifest.step, int(count)), name))
+        there.sort(reverse=True)
+        kept = {name for _, name in there[: max(1, keep.last)]}
+        for order, name in there:
+            step = order[1]
+            if step in keep.protect or any(step % every == 0 for every in keep.every):
+                kept.add(name)
+        if kept & set(doomed):
+            self.fail(f"retention by {keep} removes {doomed} of {there}")
+        for name in doomed:
+            self.mark("retained")
+            for save_id, (other, _) in self.names.items():
+                if other == name:
+                    self.gone.setdefault(save_id, "retained away")
+
+    def note_unmoved(self) -> None:
+        self.mark("latest.unmoved")
+
+    def check_end(self) -> None:
+        """After the last save, a clean start and no fault: all that was told is under its name."""
+        for save_id, told in self.outcomes.items():
+            if "committed" in told and save_id not in self.gone:
+                name = self.names[save_id][0]
+                if not isinstance(self.disk.root.entries.get(name), Folder):
+                    self.fail(f"save {save_id} was committed as {name}, which is not there")
+                self._check_there(save_id)
+        link = self.disk.root.entries.get(LATEST)
+        if not isinstance(link, File) or not isinstance(
+            self.disk.root.entries.get(str(link.content)), Folder
+        ):
+            self.fail(f"latest is {link}")
+
+
+def _short(value: Any) -> str:
+    """An event or a command, as the story tells it."""
+    inner = getattr(value, "message", None)
+    what = type(value).__name__ + (f".{type(inner).__name__}" if inner is not None else "")
+    save = getattr(value, "save", None) or getattr(inner, "save", None)
+    ident = getattr(save, "save_id", "") or getattr(inner, "save_id", "")
+    extra = [
+        str(getattr(value, name))
+        for name in ("rank", "timer", "outcome", "event", "session")
+        if getattr(value, name, "") not in ("", None)
+    ]
+    cause = getattr(value, "cause", None) or getattr(inner, "cause", None)
+    said = [cause.code] if cause is not None else []
+    target = getattr(getattr(value, "node", None), "node_id", "")
+    source = getattr(value, "node_id", "")
+    outcome = getattr(inner, "outcome", "")
+    return "/".join(part for part in [what, ident, *extra, *said, target, source, outcome] if part)

@@ -1,0 +1,206 @@
+"""One run under a seed: options drawn, faults, healing, and the two judgements.
+
+Ties the parts together and knows them all; `__main__` and the tests call it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from milepost.protocol import Keep, NodeRef
+from tests.simulation.disk import Disk, Folder
+from tests.simulation.faults import FaultOptions, Faults, draw
+from tests.simulation.machine import Machine
+from tests.simulation.network import Network
+from tests.simulation.oracle import LivenessViolation, Oracle
+from tests.simulation.workload import Launcher, Work
+from tests.simulation.world import SECOND_NS, World
+
+LARGE_NODES: Final = 64
+"""From so many nodes on a process makes several system calls in one go, and invariants are checked
+now and then: the work per event must not grow with the number of nodes."""
+
+TURNS_MAX: Final = 60_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """All that a run depends on."""
+
+    seed: int
+    nodes: int
+    ranks_per_node: int
+    is_embedded: bool
+    work: Work
+    faults: FaultOptions
+
+    def words(self) -> dict[str, Any]:
+        found = {"seed": self.seed, "nodes": self.nodes, "ranks_per_node_max": self.ranks_per_node}
+        found["embedded"] = self.is_embedded
+        found |= {f"work.{name}": value for name, value in asdict(self.work).items()}
+        found |= {f"faults.{name}": value for name, value in self.faults.words().items()}
+        return found
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of it."""
+
+    commits: int
+    trace_hash: str
+    events: int
+    virtual_s: float
+    attempts: int
+    fired: dict[str, int]
+    marks: dict[str, int]
+
+
+def draw_options(seed: int, nodes: int = 0) -> Options:
+    """Draw everything from the seed; `nodes` 0: that too."""
+    rng = World(seed).rng("options")
+    count = nodes or rng.choice([1, 1, 2, 2, 3, 3, 4, 5, 8])
+    is_large = count >= LARGE_NODES
+    deadline_s = rng.choice([5.0, 20.0, 60.0])
+    work = Work(
+        saves=rng.choice([3, 6, 12]) if not is_large else 3,
+        interval_s=rng.choice([0.05, 1.0, 8.0]),
+        copy_s=rng.choice([0.001, 0.05, 0.5]),
+        slots=rng.choice([1, 2, 2, 3]),
+        deadline_s=deadline_s,
+        skips=rng.random() < 0.4,
+        keep=rng.choice(
+            [Keep(), Keep(last=1), Keep(last=2, every=(50,)), Keep(last=3, protect=(20,))]
+        ),
+        aborts=rng.choice([0.0, 0.0, 0.05]),
+        reshapes=rng.choice([0.0, 0.1, 0.5]),
+        strays=rng.choice([0.0, 0.0, 0.1]),
+        rewinds=rng.choice([0.0, 0.3]),
+        leaves_early=rng.choice([0.0, 0.5]),
+    )
+    faults = draw(rng)
+    if is_large:
+        # A handful of attempts: each costs the square of the number of nodes.
+        work = replace(work, interval_s=max(work.interval_s, 1.0))
+        faults = replace(faults, lasts_s=20.0, interval_s=max(faults.interval_s, 8.0))
+    return Options(
+        seed=seed,
+        nodes=count,
+        ranks_per_node=1 if is_large else rng.choice([1, 2, 3]),
+        is_embedded=rng.random() < 0.5,
+        work=work,
+        faults=faults,
+    )
+
+
+class Run:
+    """A world with everything in it."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        is_large = options.nodes >= LARGE_NODES
+        world = World(options.seed, grain=16 if is_large else 1)
+        self.world = world
+        self.disk = Disk()
+        self.oracle = Oracle(
+            world, self.disk, options.work.deadline_s, checks_every=1000 if is_large else 1
+        )
+        self.network = Network(world.rng("network"))
+        self.machines: dict[str, Machine] = {}
+        tokens = world.rng("tokens")
+        for index in range(options.nodes):
+            name = f"n{index}"
+            self.machines[name] = Machine(
+                world=world,
+                ref=NodeRef(name, f"tcp://{name}:1", f"key-{name}"),
+                disk=self.disk,
+                network=self.network,
+                oracle=self.oracle,
+                rng=tokens,
+                peers=self.machines,
+                is_embedded=options.is_embedded,
+            )
+        machines = list(self.machines.values())
+        self.launcher = Launcher(world, machines, self.oracle, options.work, options.ranks_per_node)
+        self.faults = Faults(
+            world, options.faults, machines, self.network, self.disk, self.launcher, self.oracle
+        )
+
+    def until(self, at_s: float) -> None:
+        """Let everything happen up to this instant."""
+        at_ns = int(at_s * SECOND_NS)
+        world, oracle = self.world, self.oracle
+        checked_at_ns = world.now_ns
+        while world.heap and world.heap[0][0] <= at_ns:
+            world.turn()
+            if world.now_ns - checked_at_ns > 5 * SECOND_NS:
+                checked_at_ns = world.now_ns
+                oracle.check_handles()
+            if world.events > TURNS_MAX:
+                raise LivenessViolation("the world never comes to rest")
+        world.now_ns = at_ns
+
+    @property
+    def next_save_s(self) -> float:
+        """How long after the healing the next save has until it is committed: what was in flight
+        ends within its handles' bound, a launcher starts anew, an unlucky save is followed by
+        another.
+        """
+        return self.oracle.handle_s_max + 120
+
+    def go(self) -> Result:
+        """Faults, healing, judgement. Raises SafetyViolation, LivenessViolation."""
+        for machine in self.machines.values():
+            machine.start_daemon()
+        self.launcher.start()
+        self.until(self.options.faults.lasts_s)
+        self.faults.heal()
+        healed_at_s = self.world.now_s
+        # What was under way comes to its end, or to its deadline.
+        self.launcher.is_stopping = True
+        self.until(healed_at_s + self.oracle.handle_s_max + 5)
+        self.oracle.check_handles()
+        self._check_next_save()
+        self.oracle.check_end()
+        return self._result()
+
+    def _check_next_save(self) -> None:
+        """Start a new attempt on all nodes: its first save must become a checkpoint, soon."""
+        attempt = self.launcher.attempt
+        if attempt is not None and not attempt.is_over:
+            self.launcher.broken(attempt)
+            self.until(self.world.now_s + 41)
+        before = self.oracle.commits
+        self.launcher.start(on_all=True, saves=2)
+        until_s = self.world.now_s + NEXT_SAVE_S + 2 * self.options.work.deadline_s
+        while self.world.now_s < until_s:
+            self.until(self.world.now_s + 1)
+            attempt = self.launcher.attempt
+            if attempt is not None and attempt.is_over and self.oracle.commits > before:
+                break
+        assert attempt is not None
+        wanted = {f"{attempt.number}-1", f"{attempt.number}-2"}
+        ended = {save_id: self.oracle.outcomes.get(save_id, {}) for save_id in sorted(wanted)}
+        if any(set(told) != {"committed"} for told in ended.values()):
+            raise LivenessViolation(
+                f"after the healing, the saves of attempt {attempt.number} ended as {ended}\n  "
+                + "\n  ".join(self.oracle.story)
+            )
+        names = [n for n, i in self.disk.root.entries.items() if isinstance(i, Folder)]
+        self.world.note("names", sorted(names))
+
+    def _result(self) -> Result:
+        return Result(
+            commits=self.oracle.commits,
+            trace_hash=self.world.digest.hexdigest(),
+            events=self.world.events,
+            virtual_s=self.world.now_s,
+            attempts=self.launcher.attempts,
+            fired=self.faults.fired,
+            marks=dict(sorted(self.oracle.marks.items())),
+        )
+
+
+NEXT_SAVE_S: Final = 60.0
+"""After the healing: from the start of an attempt until its two saves are committed, beside the
+saves' own deadlines."""
