@@ -460,10 +460,10 @@ class Root:
     ) -> Calls[str]:
         name = FRAGMENT + node_id
         content = Fragment(save.save_id, files)
-        yield from reported("write", self.path, self._write_into(save, name, content))
+        yield from reported("write", self.path, self.write_into(save, name, content))
         return name
 
-    def _write_into(self, save: SaveRef, name: str, content: Content) -> Calls[None]:
+    def write_into(self, save: SaveRef, name: str, content: Content) -> Calls[None]:
         temp = TEMP + self._token()
         yield from self._write_new(self._opened(save), temp, content)
         # By path: the directory may have another name by now.
@@ -502,7 +502,7 @@ class Root:
         layouts = tuple(found[rank].layout_id for rank in sorted(found))
         manifest = Manifest(save.job, save.save_id, save.step, rows, layouts)
         for name in (MANIFEST, METADATA):
-            yield from reported("write", self.path, self._write_into(save, name, manifest))
+            yield from reported("write", self.path, self.write_into(save, name, manifest))
         return 4096 * len(rows)
 
     def publish(self, save: SaveRef) -> Calls[str]:

@@ -187,7 +187,7 @@ class Daemon(Life):
             case ClearTimer():
                 self.timers.pop(command.timer, None)
             case Log():
-                machine.oracle.logged(self.node, command)
+                machine.oracle.logged(self, command)
             case Halt():
                 self.world.note(self.node, "halted", command.reason)
                 machine.lose_daemon()

@@ -82,7 +82,8 @@ class Oracle:
     commits: int = 0
     checked: int = 0
     check_at: int = 1
-    retained: dict[str, None] = field(default_factory=dict)
+    unheard: dict[str, dict[Daemon, None]] = field(default_factory=dict)
+    """Saves that a node ended as failed or skipped, and the lives that did."""
 
     def __post_init__(self) -> None:
         self.disk.on_named = self.named
@@ -112,7 +113,8 @@ class Oracle:
         if self.checks_every == 1:
             self.tell(daemon.node, _short(event), "->", *map(_short, commands))
 
-    def logged(self, node: str, line: Log) -> None:
+    def logged(self, daemon: Daemon, line: Log) -> None:
+        node = daemon.node
         self.mark(line.event)
         if line.cause is not None:
             self.mark(f"code:{line.cause.code}")
@@ -121,11 +123,17 @@ class Oracle:
         if line.save is not None and line.event in ("save.committed", "save.failed",
                                                     "save.skipped"):  # fmt: skip
             outcome = str(line.fields["outcome"])
-            self.outcome(line.save.save_id, outcome, f"node {node}")
+            self.outcome(line.save.save_id, outcome, f"node {node}", daemon)
 
-    def outcome(self, save_id: str, outcome: str, who: str) -> None:
-        """Somebody was told how a save ended."""
+    def outcome(self, save_id: str, outcome: str, who: str, life: Daemon | None = None) -> None:
+        """Somebody was told how a save ended: a rank by its handle, or (`life`) a node's log."""
         told = self.outcomes.setdefault(save_id, {})
+        if outcome in ("failed", "skipped") and life is not None and save_id not in self.names:
+            # A rank that hears this frees its slot, and the save can never be complete again. A
+            # daemon that is killed before any rank has heard it knows nothing of it afterwards: it
+            # finds the images, and may still finish.
+            self.unheard.setdefault(save_id, {})[life] = None
+            return
         if outcome in told:
             return
         self.mark(f"outcome:{outcome}")
@@ -203,6 +211,11 @@ class Oracle:
         manifest = self._check_complete(name, inode)
         self.names[manifest.save_id] = (name, manifest.step)
         told = self.outcomes.get(manifest.save_id, {})
+        unheard = self.unheard.pop(manifest.save_id, {})
+        if any(life.is_alive for life in unheard):
+            self.fail(f"save {manifest.save_id} becomes {name}, and a node says that it failed")
+        if unheard:
+            self.mark("verdict.revised")
         if told.keys() & {"failed", "skipped"}:
             self.fail(f"save {manifest.save_id} becomes {name}, and was told to be {told}")
         for save_id, (other, _) in self.names.items():

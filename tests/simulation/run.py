@@ -76,6 +76,7 @@ def draw_options(seed: int, nodes: int = 0) -> Options:
         reshapes=rng.choice([0.0, 0.1, 0.5]),
         strays=rng.choice([0.0, 0.0, 0.1]),
         rewinds=rng.choice([0.0, 0.3]),
+        prepares=rng.random() < 0.4,
         leaves_early=rng.choice([0.0, 0.5]),
     )
     faults = draw(rng)
@@ -179,7 +180,8 @@ class Run:
             if attempt is not None and attempt.is_over and self.oracle.commits > before:
                 break
         assert attempt is not None
-        wanted = {f"{attempt.number}-1", f"{attempt.number}-2"}
+        first = 1 + attempt.work.prepares
+        wanted = {f"{attempt.number}-{first}", f"{attempt.number}-{first + 1}"}
         ended = {save_id: self.oracle.outcomes.get(save_id, {}) for save_id in sorted(wanted)}
         if any(set(told) != {"committed"} for told in ended.values()):
             raise LivenessViolation(

@@ -96,6 +96,8 @@ class Work:
     """Probability that it changes on one rank only."""
     rewinds: float = 0.0
     """Probability that an attempt goes back further than to the newest checkpoint."""
+    prepares: bool = False
+    """Layouts are asked for ahead of the first save."""
     leaves_early: float = 0.0
     """Probability that a rank ends right after it has staged its last save."""
 
@@ -335,6 +337,22 @@ class Trainer(Life):
             self._send(AbortWanted(save=ref))
         return handle
 
+    def prepare(self) -> Steps:
+        """Ask for layouts, in the background of the real client; a failure costs nothing."""
+        ref = self.attempt.ref(0, self.rank, is_plan_only=True)
+        handle = Handle(ref, self.rank, self.world.now_ns)
+        self.saves[ref.save_id] = handle
+        try:
+            yield from self.ensure()
+            layout_id = yield from self._plan(ref, handle)
+            if layout_id is not None:
+                self._lay_out(layout_id)
+        except MilepostError as error:
+            cause = Cause(error.code, error.message, error.hint, self.node, self.rank)
+            self.say(Unable(save=ref, cause=cause))
+        self.said.pop(ref.save_id, None)
+        self.saves.pop(ref.save_id, None)
+
     def _take_turn(self, ref: SaveRef, handle: Handle) -> Steps:
         if len(self.held) >= self.work.slots and self.work.skips:
             self.say(Skipped(save=ref, reason=f"rank {self.rank} has all slots in use"))
@@ -448,6 +466,8 @@ class Trainer(Life):
         except MilepostError:
             attempt.launcher.broken(attempt)
             return
+        if work.prepares:
+            yield from self.prepare()
         for number in range(1, work.saves + 1):
             yield Sleep(work.interval_s * (0.5 + self.rng.random() / 10))
             self.structure = attempt.structure_of(number, self.rank)
@@ -503,14 +523,15 @@ class Attempt:
             deadline_s=self.work.deadline_s,
         )
 
-    def ref(self, step: int, rank: int) -> SaveRef:
+    def ref(self, step: int, rank: int, *, is_plan_only: bool = False) -> SaveRef:
         self.counts[rank] = count = self.counts.get(rank, 0) + 1
         return SaveRef(
             job=JOB,
             save_id=f"{self.number}-{count}",
             step=step,
-            name=f"step_{step}",
+            name="prepare" if is_plan_only else f"step_{step}",
             overwrite=True,
+            is_plan_only=is_plan_only,
         )
 
     def structure_of(self, number: int, rank: int) -> str:

@@ -1,0 +1,193 @@
+"""Daemons that stop answering, come late, or are told to go twice; one that is killed stands in
+`test_points`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.fleet import (
+    Crew,
+    Fired,
+    Member,
+    abandoning,
+    check_root,
+    fired,
+    judge,
+    members,
+    partials,
+    resources,
+    until,
+)
+from tests.integration.cluster import await_answer, start_node
+
+LIMITS = {
+    "milepost.connection:SILENCE_S": 2.0,
+    "milepost.session:START_S": 1.0,
+    "milepost.session:RESTORE_S": 3.0,
+}
+"""The client's own limits, shortened: what is told is that they hold, in their order."""
+
+DEADLINE_S = 3.0
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_daemon_that_is_stopped_is_noticed_training_goes_on_and_every_handle_ends(
+    folder: Path, shm: Path, stopped: int
+) -> None:
+    root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
+    faults: list[list[str]] = [[], []]
+    faults[stopped] = ["after-staged:stop@2"]
+    with members(folder, root, faults, **places) as daemons:
+        daemons[stopped].holds_stopped = True
+        nodes = [member.node for member in daemons]
+        crew = Crew(root, nodes, environment=places, deadline_s=DEADLINE_S, limits=LIMITS)
+        crew.all("save", step=1)
+        assert max(crew.all("begin", step=2)) < 1, "save() does not wait for its daemon"
+        until(lambda: bool(fired(nodes[stopped])), "the daemon is stopped")
+        assert [2 * sum(range(50))] * 2 == crew.all("train", rounds=50)
+        started_s = time.monotonic()
+        told = crew.all("finish", step=2)
+        # Its own trainer sees it first, and cannot know what it will do when it goes on; the other
+        # node sees the silence of a peer.
+        own, other = told[stopped], told[1 - stopped]
+        assert ("outcome-unknown", "outcome-unknown") == (own["phase"], own["code"])
+        assert f"rank {stopped}" in own["message"]
+        assert "failed" == other["phase"]
+        assert other["code"] in ("node-missing", "timeout")
+        # The deadline, then the grace for the coordinator's word, then the directory's answer.
+        assert time.monotonic() - started_s < DEADLINE_S + 15 + 5
+        # Looked for as long as LIMITS say, and a last hello's time.
+        crew.tell(stopped, "begin", step=3)
+        assert crew.hear(stopped) < 3 + 2 + 3
+        limit_s = DEADLINE_S + 30
+        assert max(crew.all("close_now", timeout_s=limit_s + 5)) < limit_s
+        crew.dismiss()
+        assert ["step_1"] == check_root(root)
+        daemons[stopped].holds_stopped = False
+        until(lambda: not any(node.status()["saves"] for node in nodes), "the daemons are quiet")
+        assert [Fired("after-staged", "stop", 2)] == fired(nodes[stopped])
+        again = Crew(root, nodes, environment=places)
+        assert [1, 1] == again.all("load")
+        assert ["committed"] * 2 == [told["phase"] for told in again.all("save", step=2)]
+        again.dismiss()
+        until(lambda: not partials(root), "nothing is left over")
+        assert {"step_1", "step_2"} <= set(check_root(root))
+        judge(root, ["latest", *check_root(root)])
+    assert [] == os.listdir(shm)
+
+
+def test_a_save_that_its_daemon_may_still_commit_is_called_unknown_and_never_failed(
+    folder: Path, shm: Path
+) -> None:
+    root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
+    with members(folder, root, [["before-publish:stop@2"], []], **places) as daemons:
+        daemons[0].holds_stopped = True
+        crew = Crew(
+            root, [member.node for member in daemons], environment=places, deadline_s=60.0,
+            limits=LIMITS,
+        )  # fmt: skip
+        crew.all("save", step=1)
+        crew.all("begin", step=2)
+        crew.tell(0, "finish", step=2)
+        own = crew.hear(0)
+        assert [Fired("before-publish", "stop", 2)] == fired(daemons[0].node)
+        assert ("outcome-unknown", "outcome-unknown") == (own["phase"], own["code"])
+        assert "has been away for 3 s" in own["message"]
+        assert ["step_1"] == check_root(root)
+        daemons[0].holds_stopped = False
+        crew.tell(1, "finish", step=2)
+        assert "committed" == crew.hear(1)["phase"]
+        assert [[1, 2], [1, 2]] == crew.all("steps")
+        assert ["committed"] * 2 == [told["phase"] for told in crew.all("save", step=3)]
+        crew.dismiss()
+    judge(root, ["latest", *check_root(root)])
+    assert [] == os.listdir(shm)
+
+
+def test_a_trainer_that_starts_before_its_daemon_waits_for_it(folder: Path, shm: Path) -> None:
+    root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
+    run_dir = folder / "n0"
+    run_dir.mkdir(mode=0o700)
+    started: list[Member] = []
+
+    def start() -> None:
+        time.sleep(2)
+        started.append(Member(run_dir, root, environment=places))
+
+    late = threading.Thread(target=start)
+    late.start()
+    environment = {**places, "MILEPOST_RUN_DIR": str(run_dir)}
+    try:
+        with abandoning():
+            crew = Crew(root, [None], environment=environment)
+            assert ["committed"] == [told["phase"] for told in crew.all("save", step=1)]
+            crew.dismiss()
+        late.join()
+        assert [0] == [member.end() for member in started]
+    finally:
+        late.join()
+        for member in started:
+            member.destroy()
+    assert ["step_1"] == check_root(root)
+
+
+def test_a_second_sigterm_ends_the_daemon_at_once_and_the_next_one_finishes_its_save(
+    folder: Path, shm: Path
+) -> None:
+    root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
+    faults = {"MILEPOSTD_FAULTS": "before-publish:sleep:60@1"}
+    flags = ["--log-format", "json", "--allow-faults"]
+    nodes: list[Any] = [start_node(folder / "n0", root, flags, **places, **faults)]
+    try:
+        with abandoning():
+            await_answer(nodes[0])
+            crew = Crew(root, nodes, environment=places)
+            crew.all("begin", step=1)
+            until(lambda: bool(fired(nodes[0])), "publication is held")
+            nodes[0].process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+            assert nodes[0].process.poll() is None, "the first one waits for the save"
+            nodes[0].process.send_signal(signal.SIGTERM)
+            assert 0 == nodes[0].process.wait(5)
+            assert [] == check_root(root), "nothing looks like a checkpoint"
+            nodes.append(start_node(folder / "n0", root, flags, **places))
+            assert ["committed"] == [told["phase"] for told in crew.all("finish", step=1)]
+            crew.dismiss()
+        assert 0 == nodes[1].stop()
+    finally:
+        for node in nodes:
+            if node.process.poll() is None:
+                node.process.kill()
+                node.process.wait(5)
+    assert ["step_1"] == check_root(root)
+    assert ([], []) == (partials(root), os.listdir(shm))
+    judge(root, ["latest"], ranks=1)
+
+
+def test_thousands_of_tensors_need_no_descriptors_and_none_is_left_open_by_a_save(
+    folder: Path, shm: Path
+) -> None:
+    root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
+    with members(folder, root, [[]], **places) as (member,):
+        resource.prlimit(member.pid, resource.RLIMIT_NOFILE, (256, 256))
+        crew = Crew(root, [member.node], environment=places)
+        crew.all("limit_descriptors", count=256)
+        seen = []
+        for step in range(1, 7):
+            (told,) = crew.all("save", step=step, many=5000)
+            assert "committed" == told["phase"]
+            (rank,) = crew.all("resources")
+            daemon = resources(member.pid)
+            seen.append((rank["descriptors"], daemon["descriptors"]))
+        assert seen[1] == seen[-1], seen
+        crew.dismiss()
+    assert [] == os.listdir(shm)

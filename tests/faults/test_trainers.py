@@ -1,0 +1,304 @@
+"""Trainers that die, leave in a hurry, or are told to go, at the worst moment of a save."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.fleet import (
+    Crew,
+    Fired,
+    Member,
+    abandoning,
+    check_root,
+    fired,
+    judge,
+    log_lines,
+    members,
+    partials,
+    until,
+)
+from tests.integration.cluster import Node, await_answer, start_node
+
+HELD_S = 0.7
+"""How long writers are held, so that a trainer is gone before its image is read."""
+
+
+def held(step: int, seconds: float = HELD_S) -> str:
+    return f"after-staged:sleep:{seconds}@{step}"
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("moment", "nodes_of_ranks"),
+    [("before its call", (0, 1)), ("while staging", (0, 1)), ("while staging", (0, 0))],
+)
+def test_a_save_that_one_rank_did_not_live_to_stage_fails_by_name_and_a_restart_saves(
+    folder: Path, shm: Path, moment: str, nodes_of_ranks: tuple[int, int]
+) -> None:
+    root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
+    with members(folder, root, [[]] * len(set(nodes_of_ranks)), **places) as daemons:
+        nodes = [daemons[index].node for index in nodes_of_ranks]
+        crew = Crew(root, nodes, expect_death=[1], environment=places, deadline_s=3)
+        assert ["committed"] * 2 == [told["phase"] for told in crew.all("save", step=1)]
+        crew.tell(0, "save", step=2)
+        if moment == "before its call":
+            crew.tell(1, "die")
+        else:
+            crew.tell(1, "die_staging", step=2)
+        told = crew.hear(0)
+        assert "failed" == told["phase"]
+        assert nodes[1].status()["node"]["node_id"] in told["message"]
+        if nodes_of_ranks == (0, 0):
+            assert "rank-missing" == told["code"]
+            assert f"rank 1 (pid {crew.pids[1]}) was lost before it staged" in told["message"]
+            assert told["waited_s"] < 2, "its node need not wait for the deadline"
+        else:
+            # Where nobody on a node has spoken of the save, the deadline may be what tells.
+            assert told["code"] in ("rank-missing", "node-missing")
+        crew.dismiss()
+        assert ["step_1"] == check_root(root)
+        again = Crew(root, nodes, environment=places)
+        assert [1, 1] == again.all("load")
+        assert ["committed"] * 2 == [told["phase"] for told in again.all("save", step=2)]
+        again.dismiss()
+        assert [] == partials(root)
+        judge(root, ["latest", "step_1", "step_2"])
+    assert [] == os.listdir(shm)
+
+
+@pytest.mark.parametrize("way", ["die", "exit"])
+def test_what_all_ranks_have_staged_is_committed_though_all_of_them_are_gone(
+    folder: Path, shm: Path, way: str
+) -> None:
+    root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
+    with members(folder, root, [[held(2)], [held(2)]], **places) as daemons:
+        nodes = [member.node for member in daemons]
+        crew = Crew(root, nodes, expect_death=[0, 1], environment=places)
+        crew.all("save", step=1)
+        crew.all("begin", step=2)
+        crew.all("wait_staged", step=2)
+        for rank in (0, 1):
+            crew.tell(rank, way)
+        until(lambda: not any(map(is_there, crew.pids)), "the trainers are dead")
+        assert not (root / "step_2").exists()
+        until(lambda: (root / "step_2").exists(), "the daemons commit without them")
+        assert [[Fired("after-staged", "sleep", 2)]] * 2 == [fired(node) for node in nodes]
+        until(lambda: "step_2" == os.readlink(root / "latest"), "latest follows")
+        until(lambda: not os.listdir(shm), "the dead trainers' shared memory is freed")
+        crew.dismiss()
+        judge(root, ["latest", "step_1", "step_2"])
+
+
+def test_five_crashes_in_a_row_leave_one_generation_of_memory_and_a_neighbour_alone(
+    folder: Path, shm: Path
+) -> None:
+    root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
+    beside = Member(folder / "beside", folder / "other", environment=places)
+    lives: list[Node] = []
+    try:
+        with abandoning():
+            await_answer(beside.node)
+            neighbour = Crew(folder / "other", [beside.node], environment=places)
+            neighbour.all("save", step=1, values=100)
+            (its_arena,) = os.listdir(shm)
+            for step in range(1, 6):
+                # Nothing is written before both are dead, and the next daemon is killed, too.
+                faults = {"MILEPOSTD_FAULTS": "after-staged:sleep:60"}
+                lives.append(start_node(folder / "n", root, ["--allow-faults"], **places, **faults))
+                await_answer(lives[-1])
+                crew = Crew(root, lives[-1:], expect_death=[0], environment=places)
+                crew.all("begin", step=step)
+                lives[-1].process.kill()
+                crew.tell(0, "die")
+                lives[-1].process.wait(5)
+                crew.dismiss()
+            lives.append(start_node(folder / "n", root, **places))
+            await_answer(lives[-1])
+            crew = Crew(root, lives[-1:], environment=places)
+            assert ["committed"] == [told["phase"] for told in crew.all("save", step=6)]
+            until(lambda: 2 == len(os.listdir(shm)), "one arena is ours, and one its")
+            assert its_arena in os.listdir(shm)
+            crew.dismiss()
+            again = neighbour.all("save", step=2, values=100)
+            assert ["committed"] == [told["phase"] for told in again]
+            neighbour.dismiss()
+        assert [0, 0] == [lives[-1].stop(), beside.end()]
+    finally:
+        beside.destroy()
+        for node in lives:
+            if node.process.poll() is None:
+                node.process.kill()
+                node.process.wait(5)
+    assert {"step_6"} <= set(check_root(root))
+    judge(root, ["latest", *check_root(root)], ranks=1)
+
+
+LEAVING = """
+import os, sys
+import torch
+from milepost import Checkpointer
+
+ck = Checkpointer(sys.argv[1])
+save = ck.save(4, {"step": 4, "replica": torch.full((16,), 4.0),
+                   "w": torch.arange(64, dtype=torch.float64) + 4})
+save.wait_staged()
+print("staged", flush=True)
+"""
+
+WAYS = {
+    "return": "",
+    "sys.exit": "sys.exit(0)",
+    "exception": "raise RuntimeError('a bug of the training loop')",
+    "os._exit": "os._exit(0)",
+}
+
+
+def test_a_script_that_ends_right_after_staging_ends_soon_and_its_save_is_committed(
+    folder: Path, shm: Path
+) -> None:
+    places = {"MILEPOST_SHM_DIR": str(shm)}
+    with members(folder, folder, [[held(4, 3.0)]], **places) as (member,):
+        running = {}
+        for way, ending in WAYS.items():
+            running[way] = subprocess.Popen(
+                [sys.executable, "-c", LEAVING + ending, str(folder / way)],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env={**os.environ, **places, "MILEPOST_RUN_DIR": str(member.node.run_dir)},
+            )  # fmt: skip
+        ends = {way: process.communicate(timeout=60) for way, process in running.items()}
+        assert dict.fromkeys(WAYS, "staged\n") == {way: out for way, (out, _) in ends.items()}
+        codes = {way: process.returncode for way, process in running.items()}
+        assert {"return": 0, "sys.exit": 0, "exception": 1, "os._exit": 0} == codes
+        assert ends["exception"][1].rstrip().endswith("RuntimeError: a bug of the training loop")
+        assert "leaked" not in "".join(err for _, err in ends.values())
+        for way in WAYS:
+            until(lambda way=way: (folder / way / "latest").is_symlink(), f"{way}: committed")  # type: ignore[misc]
+            assert ["step_4"] == check_root(folder / way)
+        assert [Fired("after-staged", "sleep", 4)] * len(WAYS) == fired(member.node)
+        until(lambda: not os.listdir(shm), "shared memory is freed")
+    for way in WAYS:
+        judge(folder / way, ["latest"], ranks=1, values=64)
+
+
+PREEMPTED = """
+import os, sys, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+from pathlib import Path
+from milepost import Checkpointer
+from tests.integration.cluster import await_answer, start_node
+
+class Numbers(Dataset):
+    def __len__(self): return 10**9
+    def __getitem__(self, index): return torch.tensor(index)
+
+if __name__ == "__main__":
+    root, run_dir = Path(sys.argv[1]), Path(sys.argv[2])
+    node = start_node(run_dir, root, ["--log-format", "json", "--allow-faults"],
+                      MILEPOSTD_FAULTS="before-publish:sleep:1@4")
+    await_answer(node)
+    loader = iter(DataLoader(Numbers(), num_workers=2))
+    next(loader)
+    ck = Checkpointer(root, run_dir=run_dir)
+    save = ck.save(4, {"step": 4, "replica": torch.full((16,), 4.0),
+                       "w": torch.arange(64, dtype=torch.float64) + 4})
+    save.wait_staged()
+    print("staged", node.process.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def _group(pgid: int) -> list[int]:
+    """Return the living processes of a process group."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[2]) == pgid and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def test_sigterm_to_trainer_loader_workers_and_daemon_at_once_still_commits_what_was_staged(
+    folder: Path, shm: Path
+) -> None:
+    root, run_dir = folder / "root", folder / "n0"
+    script = folder / "train.py"
+    script.write_text(PREEMPTED)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(root), str(run_dir)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "MILEPOST_SHM_DIR": str(shm), "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline().split()
+        assert "staged" == line[0], process.communicate(timeout=10)[1]
+        assert 4 <= len(_group(process.pid)), "trainer, daemon and two workers"
+        os.killpg(process.pid, signal.SIGTERM)
+        assert -signal.SIGTERM == process.wait(20)
+        until(lambda: not _group(process.pid), "everything of the group ends by itself", 20)
+    finally:
+        for pid in _group(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=10)
+    lines = [json.loads(line) for line in (run_dir / "test.log").read_text().splitlines()]
+    assert [("fault.fired", 4)] == [
+        (line["event"], line["step"]) for line in lines if line["event"] == "fault.fired"
+    ]
+    assert ["drained"] == [line["reason"] for line in lines if line["event"] == "daemon.ended"]
+    assert ["step_4"] == check_root(root)
+    assert ([], []) == (partials(root), os.listdir(shm))
+    judge(root, ["latest"], ranks=1, values=64)
+
+
+def test_a_save_that_one_rank_aborts_ends_for_all_and_leaves_nothing(
+    folder: Path, shm: Path
+) -> None:
+    root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
+    with members(folder, root, [[], ["mid-write:sleep:0.5@2"]], **places) as daemons:
+        crew = Crew(root, [member.node for member in daemons], environment=places)
+        crew.all("save", step=1)
+        crew.all("begin", step=2)
+        until(lambda: bool(fired(daemons[1].node)), "the write is held")
+        crew.tell(1, "abort", step=2)
+        crew.hear(1)
+        told = crew.all("finish", step=2)
+        assert [("failed", "aborted")] * 2 == [(each["phase"], each["code"]) for each in told]
+        assert ["rank 1 asked for an abort" in each["message"] for each in told] == [True, True]
+        assert ["committed"] * 2 == [told["phase"] for told in crew.all("save", step=3)]
+        until(lambda: not partials(root), "nothing of it is left")
+        assert ["step_1", "step_3"] == check_root(root)
+        crew.dismiss()
+
+
+def test_while_a_save_is_held_training_and_its_collectives_go_on_undisturbed(
+    folder: Path, shm: Path
+) -> None:
+    root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
+    with members(folder, root, [["before-publish:sleep:1@1"], []], **places) as daemons:
+        crew = Crew(root, [member.node for member in daemons], environment=places)
+        crew.all("prepare")
+        crew.all("begin", step=1)
+        assert [2 * sum(range(200))] * 2 == crew.all("train", rounds=200)
+        assert not (root / "step_1").exists()
+        assert ["committed"] * 2 == [told["phase"] for told in crew.all("finish", step=1)]
+        assert [Fired("before-publish", "sleep", 1)] == fired(daemons[0].node)
+        crew.dismiss()
+        assert not [line for line in log_lines(daemons[0].node) if line["level"] == "error"]
