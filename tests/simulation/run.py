@@ -171,18 +171,22 @@ class Run:
         if attempt is not None and not attempt.is_over:
             self.launcher.broken(attempt)
             self.until(self.world.now_s + 41)
-        before = self.oracle.commits
+        started = self.launcher.attempts
+        ended: dict[str, dict[str, str]] = {}
         self.launcher.start(on_all=True, saves=2)
         until_s = self.world.now_s + NEXT_SAVE_S + 2 * self.options.work.deadline_s
         while self.world.now_s < until_s:
             self.until(self.world.now_s + 1)
             attempt = self.launcher.attempt
-            if attempt is not None and attempt.is_over and self.oracle.commits > before:
+            if attempt is None or self.launcher.attempts == started:
+                continue
+            first = 1 + attempt.work.prepares
+            wanted = [f"{attempt.number}-{count}" for count in (first, first + 1)]
+            ended = {save_id: self.oracle.outcomes.get(save_id, {}) for save_id in wanted}
+            if all(ended.values()) and attempt.is_over:
                 break
-        assert attempt is not None
-        first = 1 + attempt.work.prepares
-        wanted = {f"{attempt.number}-{first}", f"{attempt.number}-{first + 1}"}
-        ended = {save_id: self.oracle.outcomes.get(save_id, {}) for save_id in sorted(wanted)}
+        if attempt is None or self.launcher.attempts == started:
+            raise LivenessViolation("after the healing no attempt could start")
         if any(set(told) != {"committed"} for told in ended.values()):
             raise LivenessViolation(
                 f"after the healing, the saves of attempt {attempt.number} ended as {ended}\n  "

@@ -44,7 +44,9 @@ FOUND = {
     111: "a coordinator that had forgotten a save called it aborted, since it was retained away",
     831: "`Fail` of an earlier attempt was answered with `failed`, without a look at the directory",
 }
-"""Seeds that found a fault when they were first run, and what."""
+"""Seeds that found a fault when they were first run, and what. What is drawn has changed since, so
+each fault of the core has a scenario of its own in `tests/unit/test_save_machine.py`.
+"""
 
 Row = tuple[type[_Role], Phase, Trigger]
 
@@ -175,8 +177,8 @@ def remove_newest(checkpoints: list[Any], keep: Keep) -> list[str]:
         (Twin, "_sync", no_sync, "is not synced", 0),
         ("tests.simulation.machine", "doomed", remove_newest, "retention by", 0),
         (Participation, "is_recalled", property(lambda role: False, lambda role, value: None),
-         "has two outcomes"),
-        (Twin, "_is_published", lambda root, save: False, "has two outcomes", 0),
+         "has two outcomes", 75),
+        (Twin, "_is_published", lambda root, save: False, "has two outcomes", 30),
     ],
 )  # fmt: skip
 @pytest.mark.slow
@@ -192,8 +194,9 @@ def test_a_fault_that_is_put_in_is_found(
         monkeypatch.setattr(f"{owner}.{name}", wrong)
     else:
         monkeypatch.setattr(owner, name, wrong, raising=False)
+    # From a seed shortly before the first that finds it.
     with pytest.raises(SafetyViolation, match=sentence):
-        for seed in range(first, 400):
+        for seed in range(first, first + 100):
             Run(draw_options(seed, 3)).go()
 
 
