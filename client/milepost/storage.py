@@ -279,7 +279,7 @@ class Root:
                     name = entry.name.rsplit(".", 2)[0]
                     self._restore(name, entry.name)
                     if (self.path / name / METADATA_NAME).exists():
-                        _delete_tree(Path(entry.path))
+                        self._remove(Path(entry.path))
 
     def identity(self) -> str:
         """Return the root's own name, drawn when it was first used.
@@ -565,7 +565,7 @@ class Root:
             for name in os.listdir(self._partial):
                 was_replaced = name.endswith(_REPLACED) and name.rsplit(".", 2)[0] == save.name
                 if (was_replaced and is_there) or _is_pruned(name):
-                    _delete_tree(self._partial / name)
+                    self._remove(self._partial / name)
 
     # --- what is there ----------------------------------------------------------------------------
 
@@ -703,7 +703,7 @@ class Root:
         if old_id == save.save_id:
             return None  # Ours, published by another hand: the rename will find its source gone.
         aside = f"{save.name}.{old_id if _SAVE_ID.fullmatch(old_id) else _UNKNOWN_ID}{_REPLACED}"
-        _delete_tree(self._partial / aside)
+        self._remove(self._partial / aside)
         intent: bytes = msgpack.packb(
             msgspec.to_builtins(_Replacement(save.name, save.save_id, aside))
         )

@@ -879,8 +879,9 @@ def _retain(root: Root, command: Retain) -> tuple[str, ...]:
         command.keep,
         foreign={entry.name for entry in entries if not entry.save_id},
     )
-    # What is being read goes at a later commit.
-    names = [name for name in names if name not in read]
+    # What is being read goes at a later commit, and so does what `latest` still names.
+    latest = root.latest_target()
+    names = [name for name in names if name not in read and name != latest]
     for name in names:
         root.remove_checkpoint(name)
     return tuple(names)
