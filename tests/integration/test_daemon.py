@@ -340,7 +340,7 @@ def open_and_close_many(rank: Rank) -> list[int]:
     from milepost import Checkpointer
 
     counts = []
-    for number in range(12):
+    for number in range(24):
         with Checkpointer(rank.root / str(number % 2)) as ck:
             if number % 3:
                 ck.save(number, {"w": torch.ones(3)}).wait(60)
@@ -354,7 +354,8 @@ def test_checkpointers_that_come_and_go_leave_no_descriptors(folder: Path) -> No
     with nodes(folder, 1, root) as (node,):
         (counts,) = run_ranks(open_and_close_many, root, [node])
         assert [] == node.status()["sessions"]
-    assert counts[4] >= counts[-1], counts
+    # A leak of one descriptor a Checkpointer would be 18 by now; a few come and go with file work.
+    assert counts[-1] - counts[5] <= 6, counts
 
 
 def save_beside_another_job(rank: Rank) -> tuple[str, str, str]:
