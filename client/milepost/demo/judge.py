@@ -3,7 +3,7 @@
 Run as a file, never as a module of the package, so that nothing of milepost is imported; it checks
 that at its end. What is in a checkpoint is taken from torch's own index, tensors are loaded as
 DTensors sharded over the judging ranks, and what they hold is compared with what the trainers
-recorded when they saved. The trainers use this file's `digest` for that.
+recorded when they saved. The trainers use `digest` and `leave` of this file.
 
 `python -P judge.py ROOT EXPECTED VERDICT RENDEZVOUS RANK WORLD`: the checkpoints' directory; what
 is expected (JSON: by checkpoint name and key, rows and digest of each part); where rank 0 writes
@@ -18,9 +18,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -88,6 +89,18 @@ def compare(expected: dict[str, list[tuple[int, str]]], state: dict[str, Any]) -
     return {"equal": equal, "wrong": wrong}
 
 
+def leave() -> NoReturn:
+    """End this process successfully, without the interpreter's own end.
+
+    There one of gloo's threads may still be letting go of a tensor, for which it wants the
+    interpreter that is no more; the process is then aborted (`terminate called without an active
+    exception`), rarely, but with all of its work done.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def main() -> None:
     root, expected, verdict, rendezvous = map(Path, sys.argv[1:5])
     rank, world = map(int, sys.argv[5:7])
@@ -105,6 +118,7 @@ def main() -> None:
         raise SystemExit(f"the judge has imported {', '.join(ours)}")
     if rank == 0:
         verdict.write_text(json.dumps(found))
+    leave()
 
 
 if __name__ == "__main__":

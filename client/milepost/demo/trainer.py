@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from milepost import Checkpointer, Save
-from milepost.demo.judge import digest
+from milepost.demo.judge import digest, leave
 from milepost.demo.model import LanguageModel, Sampler, read_text
 from milepost.demo.records import Called, Ended, Finished, Part, Recorded, Stepped, Writer, file_of
 
@@ -151,6 +151,7 @@ def main() -> None:
     writer = Writer(file_of(records, attempt, int(os.environ["RANK"])))
     train(root, writer, steps, every)
     dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
