@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.integration.cluster import Rank, judge, nodes, run_ranks
+from tests.integration.stagings import STAGINGS, opened
 
 
 def _state(rank: int, world: int, seed: int) -> dict[str, Any]:
@@ -28,9 +29,7 @@ def _state(rank: int, world: int, seed: int) -> dict[str, Any]:
 
 
 def save_two_steps(rank: Rank) -> dict[str, Any]:
-    from milepost import Checkpointer
-
-    with Checkpointer(rank.root) as ck:
+    with opened(rank, is_guarded=True) as ck:
         first = _state(rank.rank, rank.world, 3)
         ck.prepare(first)
         own = {"rng": torch.full((4,), rank.rank), "name": f"rank {rank.rank}"}
@@ -81,10 +80,13 @@ def load_and_compare(rank: int, world: int, path: str, seed: int) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_two_nodes_with_two_ranks_each_commit_what_stock_torch_reads(folder: Path) -> None:
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_two_nodes_with_two_ranks_each_commit_what_stock_torch_reads(
+    staging: str, folder: Path
+) -> None:
     root = folder / "checkpoints"
     with nodes(folder, 2, root) as (first, second):
-        results = run_ranks(save_two_steps, root, [first, first, second, second])
+        results = run_ranks(save_two_steps, root, [first, first, second, second], staging=staging)
         status = first.status()
     assert [result["ids"] for result in results] == [["1-2", "1-3"]] * 4
     assert [str(root / "step_3"), str(root / "step_5")] == results[0]["paths"]

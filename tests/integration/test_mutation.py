@@ -15,6 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 from tests.integration import states
 from tests.integration.cluster import Rank, judge, nodes, run_ranks
 from tests.integration.sharded_states import S0, line
+from tests.integration.stagings import STAGINGS, opened
 
 HOLD = "after-staged:sleep:0.15"
 """Keeps the daemon from reading an image until long after the state has been changed."""
@@ -82,11 +83,9 @@ class Changeable:
 
 
 def change_after_saving(rank: Rank) -> dict[str, Any]:
-    from milepost import Checkpointer
-
     expected: dict[str, dict[str, Any]] = {}
     told: dict[str, Any] = {}
-    with Checkpointer(rank.root) as ck:
+    with opened(rank, is_guarded=True) as ck:
         changeable = Changeable()
         saves = []
         for at in range(LOOPS):
@@ -215,10 +214,10 @@ ON_ONE_RANK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def change_structure(rank: Rank) -> dict[str, Any]:
-    from milepost import Checkpointer, SaveFailed
+    from milepost import SaveFailed
 
     expected, failures = {}, {}
-    with Checkpointer(rank.root, deadline_s=30.0) as ck:
+    with opened(rank, deadline_s=30.0) as ck:
         for at, (name, state) in enumerate(STRUCTURES.items()):
             both = {**state, "rows": _rows(at), f"own_{rank.rank}": at}
             ck.save(at, both, checkpoint_id=name).wait(60)
@@ -244,11 +243,14 @@ def _rows(at: int) -> torch.Tensor:
     return distribute_tensor(torch.full((5, 2), float(at)), line(), [S0])
 
 
-@pytest.fixture(scope="module")
-def run(module_folder: Path) -> Run:
-    root = module_folder / "checkpoints"
-    with nodes(module_folder, 1, root, ["--allow-faults"], MILEPOSTD_FAULTS=HOLD) as (node,):
-        (told,) = run_ranks(change_after_saving, root, [node])
+@pytest.fixture(scope="module", params=STAGINGS)
+def run(request: pytest.FixtureRequest, module_folder: Path) -> Run:
+    staging = request.param
+    root = module_folder / staging / "checkpoints"
+    with nodes(module_folder / staging, 1, root, ["--allow-faults"], MILEPOSTD_FAULTS=HOLD) as (
+        node,
+    ):
+        (told,) = run_ranks(change_after_saving, root, [node], staging=staging)
     (values,) = judge(states.read_all, 1, {name: str(root / name) for name in told["expected"]})
     return Run(root, told["expected"], told["told"], values)
 
@@ -284,11 +286,12 @@ class Changed(NamedTuple):
     values: dict[str, states.Reading]
 
 
-@pytest.fixture(scope="module")
-def changed(module_folder: Path) -> Changed:
-    root = module_folder / "structures"
-    with nodes(module_folder / "two", 2, root) as (first, second):
-        ranks = run_ranks(change_structure, root, [first, second])
+@pytest.fixture(scope="module", params=STAGINGS)
+def changed(request: pytest.FixtureRequest, module_folder: Path) -> Changed:
+    staging = request.param
+    root = module_folder / staging / "structures"
+    with nodes(module_folder / staging / "two", 2, root) as (first, second):
+        ranks = run_ranks(change_structure, root, [first, second], staging=staging)
     failed = ranks[0]["failures"]
     names = [name for name in ranks[0]["expected"] if name not in failed]
     (values,) = judge(states.read_all, 1, {name: str(root / name) for name in names})

@@ -15,6 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 from tests.integration import sharded_states as cut
 from tests.integration import states
 from tests.integration.cluster import Rank, judge, nodes, run_ranks
+from tests.integration.stagings import STAGINGS, opened
 
 LOAD_WORLDS = (1, 2, 3, 8)
 
@@ -56,10 +57,8 @@ def _replicated() -> dict[str, Any]:
 
 def save_as_pair(rank: Rank) -> dict[str, Any]:
     """On two ranks: a table of 12 rows, and state of each rank."""
-    from milepost import Checkpointer
-
     table = distribute_tensor(cut.whole("table", (12, 4)), cut.line(), [cut.S0])
-    with Checkpointer(rank.root) as ck:
+    with opened(rank) as ck:
         save = ck.save(1, {"table": table}, _own(rank.rank, 2), checkpoint_id="pair")
         save.wait(60)
         back = {"table": torch.distributed.tensor.zeros(12, 4, device_mesh=cut.line())}
@@ -74,11 +73,9 @@ def save_as_four(rank: Rank) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import DefaultSavePlanner
 
-    from milepost import Checkpointer
-
     whole, errors = {}, {}
     stock = rank.root.parent / "stock"
-    with Checkpointer(rank.root) as ck:
+    with opened(rank) as ck:
         pairs = ck.load({}, step=1).per_rank
         for at, name in enumerate(cut.NAMES):
             state = cut.make(name, rank.rank)
@@ -95,7 +92,7 @@ def save_as_four(rank: Rank) -> dict[str, Any]:
         ck.save(52, {"a": torch.ones(2)}, _own(rank.rank, 4), checkpoint_id="own").wait(60)
         report = ck.load({"a": torch.zeros(2)}, step=52)
     lowest = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    with Checkpointer(rank.root / "lowest", planner=lowest) as ck:
+    with opened(rank, "lowest", planner=lowest) as ck:
         ck.save(1, _replicated()).wait(60)
     return {
         "whole": whole,
@@ -109,20 +106,18 @@ def save_as_four(rank: Rank) -> dict[str, Any]:
 
 def _save_in_groups(rank: Rank) -> dict[str, Any]:
     """Save by some of the ranks: one shard group of a hybrid model, and one rank of each node."""
-    from milepost import Checkpointer
-
     told: dict[str, Any] = {}
     model, optimizer = cut.mlp("hsdp")
     state = {"model": model.state_dict(), "optimizer": get_state_dict(model, optimizer)[1]}
     told["hybrid"] = cut.whole_values("hsdp", state)
     if cut.grid().get_coordinate()[0] == 0:  # type: ignore[index]
         group = cut.grid().get_group("inner")
-        with Checkpointer(rank.root / "hybrid_group", process_group=group) as ck:
+        with opened(rank, "hybrid_group", process_group=group) as ck:
             told["hybrid ids"] = (ck.rank, ck.world, ck.save(1, state).wait(60).path.name)
     odd = dist.new_group([1, 3])
     table = distribute_tensor(cut.whole("table", (12, 4)), cut.part(1, 3), [cut.S0])
     if rank.rank in (1, 3):
-        with Checkpointer(rank.root / "odd_group", process_group=odd) as ck:
+        with opened(rank, "odd_group", process_group=odd) as ck:
             own = _own(rank.rank, 2)
             ck.save(1, {"table": table}, per_rank=own).wait(60)
             back = distribute_tensor(torch.zeros(12, 4), cut.part(1, 3), [cut.S0])
@@ -144,12 +139,13 @@ def load_alone(rank: Rank) -> dict[str, Any]:
     return {"grid": states.expected(state), "own": states.describe(report.per_rank)}
 
 
-@pytest.fixture(scope="module")
-def run(module_folder: Path) -> Run:
-    root = module_folder / "checkpoints"
-    with nodes(module_folder, 2, root) as (first, second):
-        pair = run_ranks(save_as_pair, root, [first, second])
-        ranks = run_ranks(save_as_four, root, [first, first, second, second])
+@pytest.fixture(scope="module", params=STAGINGS)
+def run(request: pytest.FixtureRequest, module_folder: Path) -> Run:
+    staging = request.param
+    root = module_folder / staging / "checkpoints"
+    with nodes(module_folder / staging, 2, root) as (first, second):
+        pair = run_ranks(save_as_pair, root, [first, second], staging=staging)
+        ranks = run_ranks(save_as_four, root, [first, first, second, second], staging=staging)
         (alone,) = run_ranks(load_alone, root, [second])
     saved = [name for name in cut.NAMES if name not in ranks[0]["errors"]]
     paths = {name: str(root / name) for name in saved}
@@ -162,7 +158,7 @@ def run(module_folder: Path) -> Run:
     read[4] = judge(cut.read_cut, 4, {"grid": paths["grid"]}, 1)[0]
     (ours,) = judge(states.read_all, 1, paths | extra)
     stock_paths = {
-        name: str(module_folder / "stock" / name) for name in saved if name not in WITHOUT_STOCK
+        name: str(root.parent / "stock" / name) for name in saved if name not in WITHOUT_STOCK
     }
     (stock,) = judge(states.read_all, 1, stock_paths)
     return Run(root, ranks, pair, alone, read, ours, stock)

@@ -11,6 +11,7 @@ import torch
 
 from tests.integration import states
 from tests.integration.cluster import Rank, judge, nodes, run_ranks
+from tests.integration.stagings import STAGINGS, opened
 
 WITHOUT_STOCK = frozenset({"many", "subclass"})
 """Compared with the live state only: stock torch takes seconds to save many tensors, and saves a
@@ -37,10 +38,8 @@ class Run(NamedTuple):
 def save_all(rank: Rank) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
 
-    from milepost import Checkpointer
-
     expected, errors = {}, {}
-    with Checkpointer(rank.root) as ck:
+    with opened(rank) as ck:
         for step, name in enumerate(states.SINGLE):
             try:
                 state = states.make(name)
@@ -105,16 +104,17 @@ def read_quantized(_rank: int, _world: int, path: str) -> Any:
     return _parts(state["q"])
 
 
-@pytest.fixture(scope="module")
-def run(module_folder: Path) -> Run:
-    root = module_folder / "checkpoints"
-    with nodes(module_folder, 1, root) as (node,):
-        (told,) = run_ranks(save_all, root, [node])
+@pytest.fixture(scope="module", params=STAGINGS)
+def run(request: pytest.FixtureRequest, module_folder: Path) -> Run:
+    staging = request.param
+    root = module_folder / staging / "checkpoints"
+    with nodes(module_folder / staging, 1, root) as (node,):
+        (told,) = run_ranks(save_all, root, [node], staging=staging)
     saved = [name for name in states.SINGLE if name not in told["errors"]]
     paths = {name: str(root / name) for name in saved}
     (ours,) = judge(states.read_all, 1, paths)
     stock_paths = {
-        name: str(module_folder / "stock" / name) for name in saved if name not in WITHOUT_STOCK
+        name: str(root.parent / "stock" / name) for name in saved if name not in WITHOUT_STOCK
     }
     (stock,) = judge(states.read_all, 1, stock_paths)
     (quantized,) = judge(read_quantized, 1, str(root / "quantized"))
