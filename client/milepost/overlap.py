@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, compress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -36,7 +36,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from milepost.collector import collector_paused
 from milepost.errors import MilepostError, SaveFailed, UsageError
-from milepost.offer import Box, Kind
+from milepost.gathering import Copies, Gathering, LayoutColumns
+from milepost.offer import Kind
 from milepost.sampling import Sampler
 from milepost.state import local_tensor
 from milepost.streams import Streams, default_streams
@@ -324,19 +325,6 @@ class Split(NamedTuple):
     """In the background, from a clone on their device: not an optimizer's, but on a device."""
 
 
-class LayoutColumns(Protocol):
-    """Where the tensors of a layout lie in an image, as `staging` has it."""
-
-    @property
-    def items(self) -> tuple[int, ...]: ...
-    @property
-    def dtypes(self) -> tuple[torch.dtype | None, ...]: ...
-    @property
-    def sizes(self) -> tuple[Box, ...]: ...
-    @property
-    def payloads_at(self) -> tuple[int, ...]: ...
-
-
 # --- one copy -----------------------------------------------------------------------------------
 
 
@@ -345,12 +333,16 @@ class Part:
     """What one copy does on one device. Guarded tensors come first, clones after them."""
 
     streams: Streams
+    image: torch.Tensor | None
+    """The bytes of the slot."""
     keys: list[str] = field(default_factory=list)
     """Of the guarded tensors."""
     targets: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
     """What queued copies read from; nothing once they have been made."""
+    gathering: Gathering | None = None
+    """Of the guarded tensors, on a device."""
     early: Sampler | None = None
     early_picked: range = range(0)
     """Which of the guarded tensors are sampled before `save()` returns."""
@@ -378,16 +370,16 @@ class Part:
         guarded = len(self.keys)
         sources = self.sources[:guarded]
         try:
-            for low, high in _chunks(sources):
-                self._give_copies(low, high)
+            for into, out_of in self._guarded_copies(sources):
+                self._give_copies(into, out_of)
             if self.late is not None:
                 late = self.late
                 self.streams.give(lambda: late.read(sources))
         finally:
             self.guarded_mark = self.mark = self.streams.mark()
         try:
-            for low, high in _chunks(self.sources[guarded:]):
-                self._give_copies(guarded + low, guarded + high)
+            for into, out_of in _chunks(self.targets[guarded:], self.sources[guarded:]):
+                self._give_copies(into, out_of)
             for sampler in (self.early, self.late):
                 if sampler is not None:
                     self.streams.give(sampler.fetch)
@@ -396,11 +388,21 @@ class Part:
             if self.mark is None:  # not queued but done
                 self.kept.clear()
 
-    def _give_copies(self, low: int, high: int) -> None:
-        targets = self.targets[low:high]
+    def _guarded_copies(self, sources: list[torch.Tensor]) -> Iterator[Copies]:
+        """Yield what to copy, in order: what is small in whole stretches, the rest as it is."""
+        if self.gathering is None or self.image is None:
+            yield from _chunks(self.targets[: len(sources)], sources)
+            return
+        yield from self.gathering.gathered(self.image, sources)
+        alone = self.gathering.alone
+        yield from _chunks(
+            [self.targets[index] for index in alone], [sources[index] for index in alone]
+        )
+
+    def _give_copies(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         # Detached: should a storage be replaced meanwhile, the copy keeps the one it has. Not
         # sooner, for it takes as long as all else in `save()`.
-        sources = list(map(torch.Tensor.detach, self.sources[low:high]))
+        sources = list(map(torch.Tensor.detach, sources))
         self.kept += sources
         self.streams.keep(sources)
 
@@ -410,8 +412,10 @@ class Part:
 
         self.streams.give(copy)
 
-    def torn(self, image: torch.Tensor) -> list[int]:
+    def torn(self) -> list[int]:
         """Return which guarded tensors changed between `save()` and the end of the copy."""
+        image = self.image
+        assert image is not None
         found = set() if self.late is None else set(self.late.differing(image))
         if self.early is not None:
             found |= {self.early_picked[index] for index in self.early.differing(image)}
@@ -422,15 +426,16 @@ class Part:
         self.targets.clear()
         self.sources.clear()
         self.kept.clear()
+        self.image = None
 
 
-def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of tensors, each of about `CHUNK_BYTES` or `CHUNK_TENSORS`."""
+def _chunks(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -> Iterator[Copies]:
+    """Yield the copies in lists of about `CHUNK_BYTES`, or of `CHUNK_TENSORS`."""
     low = size = 0
-    for high, tensor in enumerate(tensors, 1):
+    for high, tensor in enumerate(out_of, 1):
         size += tensor.nbytes
-        if size >= CHUNK_BYTES or high - low == CHUNK_TENSORS or high == len(tensors):
-            yield low, high
+        if size >= CHUNK_BYTES or high - low == CHUNK_TENSORS or high == len(out_of):
+            yield list(into[low:high]), list(out_of[low:high])
             low, size = high, 0
 
 
@@ -448,8 +453,7 @@ class Copy:
     """One save's background copy.
 
     Args:
-        parts: one a device.
-        image: the slot's bytes; let go of at the end.
+        parts: one a device; let go of at the end.
         spans: the memory that must not change meanwhile.
         on_end: called once, on the copy's thread, with what went wrong or None.
         on_waited: called with the seconds that a guard kept the host.
@@ -458,13 +462,11 @@ class Copy:
     def __init__(
         self,
         parts: Sequence[Part],
-        image: memoryview,
         spans: Spans,
         on_end: Callable[[MilepostError | None], None],
         on_waited: Callable[[float], None] = lambda waited_s: None,
     ) -> None:
         self._parts = parts
-        self._image: memoryview | None = image
         self._on_end = on_end
         self._on_waited = on_waited
         self._given = threading.Event()
@@ -500,7 +502,6 @@ class Copy:
         finally:
             for part in self._parts:
                 part.let_go()
-            self._image = None
         self._on_end(error)
 
     def _give(self) -> None:
@@ -518,13 +519,10 @@ class Copy:
                 part.streams.hold(part.guarded_mark)
 
     def _torn(self) -> SaveFailed | None:
-        if not self._image:
-            return None
-        image = torch.frombuffer(self._image, dtype=torch.uint8)
         total, count, first = 0, 0, ""
         for part in self._parts:
             total += len(part.keys)
-            found = part.torn(image)
+            found = part.torn()
             count += len(found)
             if found and not first:
                 first = repr(part.keys[found[0]])
@@ -576,6 +574,16 @@ def _disarm(overlap: Overlap) -> None:
             _hook = None
 
 
+class _Kept(NamedTuple):
+    """What the copies of one layout from one device share."""
+
+    made_for: Any
+    early: Sampler
+    early_picked: range
+    late: Sampler
+    gathering: Gathering | None
+
+
 class Overlap:
     """Runs the background copies of one Checkpointer, one at a time.
 
@@ -596,8 +604,8 @@ class Overlap:
         self._optimizers = check_optimizers(optimizer)
         self._streams_of = streams
         self._streams: dict[torch.device, Streams] = {}
-        self._samplers: dict[torch.device, tuple[Any, Sampler, range, Sampler]] = {}
-        """By device, of the last layout: what they were made for, and the two."""
+        self._kept: dict[torch.device, _Kept] = {}
+        """By device, of the last layout."""
         self._matching = _Matching()
         self._split: tuple[frozenset[int], Sequence[int], Split] = (
             frozenset(),
@@ -720,8 +728,8 @@ class Overlap:
             image: the slot's bytes.
             on_end, on_waited: see `Copy`.
         """
-        parts = self._parts(split, items, layout, targets)
-        copy = Copy(parts, image, selection.spans, on_end, on_waited)
+        parts = self._parts(split, items, layout, targets, image)
+        copy = Copy(parts, selection.spans, on_end, on_waited)
         copy.begin()
         # Not a daemon: at the interpreter's end it must not be stopped within torch. A thread a
         # save, for one that waits for the next save would keep the interpreter from ending.
@@ -735,8 +743,10 @@ class Overlap:
         items: Items,
         layout: LayoutColumns,
         targets: Sequence[torch.Tensor | None],
+        image: memoryview,
     ) -> list[Part]:
         chosen, sources, keys = layout.items, items.sources, items.keys
+        whole = torch.frombuffer(image, dtype=torch.uint8) if len(image) else None
         by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
         guarded = [position for position in split.guarded if targets[position] is not None]
         if all(items.devices[chosen[position]] == "cpu" for position in guarded[:1]):
@@ -747,16 +757,16 @@ class Overlap:
                 by_device[sources[chosen[position]].device].append(position)
         parts = {}
         for device, positions in by_device.items():
-            part = parts[device] = Part(self._queues(device))
+            part = parts[device] = Part(self._queues(device), whole)
             part.keys = [keys[chosen[position]] for position in positions]
             part.targets = [target for position in positions
                             if (target := targets[position]) is not None]  # fmt: skip
             part.sources = [sources[chosen[position]] for position in positions]
-            self._set_samplers(part, device, layout, tuple(positions))
+            self._set_kept(part, device, layout, tuple(positions))
         for position in split.cloned:
             target, source = targets[position], sources[chosen[position]].detach()
             if target is not None:
-                part = parts.setdefault(source.device, Part(self._queues(source.device)))
+                part = parts.setdefault(source.device, Part(self._queues(source.device), whole))
                 clone = torch.empty_like(source)
                 part.streams.here(_copier(clone, source))
                 part.targets.append(target)
@@ -769,16 +779,21 @@ class Overlap:
             found = self._streams[device] = self._streams_of(device)
         return found
 
-    def _set_samplers(
+    def _set_kept(
         self, part: Part, device: torch.device, layout: LayoutColumns, positions: tuple[int, ...]
     ) -> None:
+        """Give a part what is kept from save to save while the layout stays."""
         made_for = (positions, layout.sizes, layout.dtypes, layout.payloads_at)
-        known = self._samplers.get(device)
-        if known is None or known[0] != made_for:
+        known = self._kept.get(device)
+        if known is None or known.made_for != made_for:
             picked = range(0, len(positions), -(-len(positions) // EARLY_MAX))
             early = _sampler(layout, [positions[index] for index in picked])
-            known = self._samplers[device] = (made_for, early, picked, _sampler(layout, positions))
-        _, part.early, part.early_picked, part.late = known
+            late = _sampler(layout, positions)
+            gathering = None
+            if part.streams.gathers and part.image is not None:
+                gathering = Gathering(layout, positions, part.image, part.sources[0].device)
+            known = self._kept[device] = _Kept(made_for, early, picked, late, gathering)
+        _, part.early, part.early_picked, part.late, part.gathering = known
 
     # --- the guard
 

@@ -30,11 +30,12 @@ from milepost.format.layout import (
     pack_table,
     place,
 )
+from milepost.gathering import GATHERED_ON, Copies, Gathering, views
 from milepost.offer import Kind
 from milepost.state import serialise_objects
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from milepost.offer import Box
@@ -195,30 +196,17 @@ def _targets(image: memoryview, tensors: _Tensors) -> list[torch.Tensor | None]:
     """Return a view of the image for each tensor's payload; None where there is nothing to copy."""
     if not len(image):
         return [None] * len(tensors.items)
-    # Views made in inference mode could not be written to outside of it.
-    with torch.inference_mode(mode=False):
-        return _views(image, tensors)
-
-
-def _views(image: memoryview, tensors: _Tensors) -> list[torch.Tensor | None]:
     base = torch.frombuffer(image, dtype=torch.uint8)
-    typed: dict[torch.dtype, torch.Tensor] = {}
-    targets: list[torch.Tensor | None] = []
-    for dtype, size, at in zip(tensors.dtypes, tensors.sizes, tensors.payloads_at, strict=True):
-        assert dtype is not None
-        if 0 in size:
-            targets.append(None)
-            continue
-        whole = typed.get(dtype)
-        if whole is None:
-            whole = typed[dtype] = base.view(dtype)
-        strides, step = [0] * len(size), 1
-        for dim in range(len(size) - 1, -1, -1):
-            strides[dim] = step
-            step *= size[dim]
-        # Payloads are 64-aligned in the image, so every offset is a whole number of elements.
-        targets.append(whole.as_strided(size, strides, at // dtype.itemsize))
-    return targets
+    return views(base, tensors.dtypes, tensors.sizes, tensors.payloads_at)
+
+
+@dataclass(eq=False)
+class _Pairs:
+    """Tensors of one device and where they go, by position in the layout."""
+
+    positions: list[int] = field(default_factory=list)
+    into: list[torch.Tensor] = field(default_factory=list)
+    out_of: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -229,6 +217,8 @@ class _Generation:
     layout: Layout
     targets: list[list[torch.Tensor | None]] = field(default_factory=list)
     """Per slot, a view for each tensor of the layout."""
+    gatherings: dict[torch.device, tuple[list[int], Gathering]] = field(default_factory=dict)
+    """By device: the positions it was made for, and how they get into an image."""
     pinned_at: int = 0
     """Address of the pinned range; 0: none."""
     is_faulted_in: bool = False
@@ -257,16 +247,25 @@ class Stager:
         job, attempt, rank: name the arenas' files.
         slots: images an arena holds.
         pinner: None for what fits this machine.
+        gathered_on: kinds of device on which small tensors are gathered before they are copied.
     """
 
     def __init__(
-        self, job: str, attempt: int, rank: int, *, slots: int = 2, pinner: Pinner | None = None
+        self,
+        job: str,
+        attempt: int,
+        rank: int,
+        *,
+        slots: int = 2,
+        pinner: Pinner | None = None,
+        gathered_on: Container[str] = GATHERED_ON,
     ) -> None:
         self._job = job
         self._attempt = attempt
         self._rank = rank
         self._slots = slots
         self._pinner = default_pinner() if pinner is None else pinner
+        self._gathered_on = gathered_on
         self._generation = 0
         self._current: _Generation | None = None
         self._retired: list[_Generation] = []
@@ -422,22 +421,45 @@ class Stager:
         assert current is not None
         assert current.arena.slots[slot.index] is slot, "the slot is of another arena"
         targets, chosen = current.targets[slot.index], current.layout.tensors.items
-        pairs: defaultdict[str, tuple[list[torch.Tensor], list[torch.Tensor]]]
-        pairs = defaultdict(lambda: ([], []))
+        host, by_device = _Pairs(), defaultdict[torch.device, _Pairs](_Pairs)
         devices, sources = items.devices, items.sources
         for position in positions:
             target = targets[position]
             if target is not None:
                 item = chosen[position]
-                into, out_of = pairs[devices[item]]
-                into.append(target)
-                out_of.append(sources[item])
+                pairs = host if devices[item] == "cpu" else by_device[sources[item].device]
+                pairs.positions.append(position)
+                pairs.into.append(target)
+                pairs.out_of.append(sources[item])
+        if host.into and "cpu" in self._gathered_on:
+            by_device[torch.device("cpu")], host = host, _Pairs()
         with torch.no_grad():
-            for device, (into, out_of) in pairs.items():
-                torch._foreach_copy_(into, out_of, non_blocking=device != "cpu")
-                if device != "cpu":
-                    for each in {source.device for source in out_of}:
-                        torch.accelerator.current_stream(each).synchronize()
+            # The device's work is only given here, and goes on beside the copies of host memory.
+            for device, pairs in by_device.items():
+                for into, out_of in self._few_copies(current, slot, device, pairs):
+                    torch._foreach_copy_(into, out_of, non_blocking=True)
+            if host.into:
+                torch._foreach_copy_(host.into, host.out_of)
+            for device in by_device:
+                if device.type != "cpu":
+                    torch.accelerator.current_stream(device).synchronize()
+
+    def _few_copies(
+        self, current: _Generation, slot: Slot, device: torch.device, pairs: _Pairs
+    ) -> Iterator[Copies]:
+        """Yield what to copy, in order: what is small in whole stretches, the rest as it is."""
+        image = torch.frombuffer(slot.image, dtype=torch.uint8)
+        known = current.gatherings.get(device)
+        if known is None or known[0] != pairs.positions:
+            gathering = Gathering(current.layout.tensors, pairs.positions, image, device)
+            known = current.gatherings[device] = (pairs.positions, gathering)
+        _, gathering = known
+        yield from gathering.gathered(image, pairs.out_of)
+        if gathering.alone:
+            yield (
+                [pairs.into[index] for index in gathering.alone],
+                [pairs.out_of[index] for index in gathering.alone],
+            )
 
     def seal(self, slot: Slot, save: SaveRef, placed: Sequence[tuple[int, int, int]]) -> Staged:
         """Declare the image complete. `placed` is what `begin` returned."""

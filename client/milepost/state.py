@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import msgpack
@@ -464,7 +465,8 @@ _ADD_BY_SORT: Final[dict[str, Callable[[_Collector, str, Any], None]]] = {
 
 
 def collect(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Items:
-    """Return this rank's items, in the order of the flattened state; nothing is copied.
+    """Return this rank's items, in the order of the flattened state, but what lies on a device
+    before what does not; nothing is copied.
 
     A plain tensor is one TENSOR, a DTensor or ShardedTensor one SHARD for each box this rank holds
     (none outside its mesh), everything else an OBJECT. A local shard without elements is an item
@@ -530,7 +532,34 @@ def collect(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Items:
         collector.add(key, value, sort)
     if collector.faults:
         raise _unsupported(collector.faults)
-    return items
+    return _device_first(items)
+
+
+def _device_first(items: Items) -> Items:
+    """Put what lies on a device before what does not, if there is both; else nothing changes.
+
+    An optimizer's counters stay on the host beside moments on the device. Between these they would
+    keep the moments from lying side by side in the image, and so from being copied together.
+    """
+    devices = items.devices
+    if len(set(devices) - {""}) < 2:
+        return items
+    order = sorted(range(len(devices)), key=lambda item: devices[item] in ("cpu", ""))
+    pick = itemgetter(*order)
+    return Items(
+        list(pick(items.keys)),
+        bytearray(pick(items.kinds)),
+        list(pick(items.sources)),
+        list(pick(items.dtypes)),
+        list(pick(items.global_sizes)),
+        list(pick(items.offsets)),
+        list(pick(items.sizes)),
+        list(pick(devices)),
+        list(pick(items.addresses)),
+        list(pick(items.placements)),
+        bytearray(pick(items.requires_grad)),
+        items.paths,
+    )
 
 
 def _unsupported(faults: Sequence[str]) -> UsageError:

@@ -20,6 +20,10 @@ from milepost.errors import UsageError
 class Streams(Protocol):
     """The copy's queue on one device, and its relation to the stream the caller works on."""
 
+    @property
+    def gathers(self) -> bool:
+        """Whether small tensors are worth gathering on the device before they are copied."""
+
     def fork(self) -> None:
         """Let the copy's queue wait for all that the current stream was given so far."""
 
@@ -45,6 +49,8 @@ class Streams(Protocol):
 class HostStreams:
     """Host memory: work is done at once, on the calling thread, so there is nothing to wait for."""
 
+    gathers = False
+
     def fork(self) -> None:
         pass
 
@@ -69,6 +75,8 @@ class HostStreams:
 
 class CudaStreams:
     """A CUDA device: a side stream of its own, and events."""
+
+    gathers = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

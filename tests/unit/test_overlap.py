@@ -571,8 +571,9 @@ def test_many_tensors_and_bytes_go_in_several_calls(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(under_test, "CHUNK_BYTES", 100)
     monkeypatch.setattr(under_test, "CHUNK_TENSORS", 3)
     sizes = [1, 1, 1, 1, 25, 30, 1]
-    chunks = list(under_test._chunks([torch.zeros(size) for size in sizes]))
-    assert chunks == [(0, 3), (3, 5), (5, 6), (6, 7)]
+    tensors = [torch.zeros(size) for size in sizes]
+    chunks = [out_of for _, out_of in under_test._chunks(tensors, tensors)]
+    assert [tensors[:3], tensors[3:5], tensors[5:6], tensors[6:]] == chunks
 
 
 # --- queues of a device -------------------------------------------------------------------------
@@ -593,6 +594,8 @@ class FakeDevice(Streams):
 
     Tensors of host memory stand for its memory. The compute stream is what the trainer fills.
     """
+
+    gathers = True
 
     def __init__(self) -> None:
         self.compute: deque[Entry] = deque()
@@ -661,11 +664,12 @@ def _add(tensor: torch.Tensor) -> Callable[[], None]:
     return add
 
 
+@pytest.mark.parametrize("count", [3, 9], ids=["single", "gathered"])
 @pytest.mark.parametrize("compute_first", [True, False])
 def test_on_a_device_the_streams_wait_and_the_host_does_not(
-    bench: MakeBench, compute_first: bool
+    bench: MakeBench, compute_first: bool, count: int
 ) -> None:
-    parameters, buffer = _model(), torch.zeros(4)
+    parameters, buffer = _model(count), torch.zeros(4)
     optimizer = torch.optim.SGD(parameters, lr=1)
     device = FakeDevice()
     made = bench(optimizer, lambda _: device)
@@ -674,7 +678,8 @@ def test_on_a_device_the_streams_wait_and_the_host_does_not(
     device.launch(_add(buffer))
     state = {"d": {**_state(parameters, optimizer)["model"], "b": buffer}, "host": torch.ones(2)}
     found = made.save(state, device_keys="d.")
-    assert found == {"now": ["host"], "guarded": ["d.p0", "d.p1", "d.p2"], "cloned": ["d.b"]}
+    guarded = [f"d.p{number}" for number in range(count)]
+    assert found == {"now": ["host"], "guarded": guarded, "cloned": ["d.b"]}
     device.launch(_add(buffer))  # the next forward
     optimizer.step()  # no gradients: only the hook acts
     for parameter in parameters:
@@ -690,6 +695,26 @@ def test_on_a_device_the_streams_wait_and_the_host_does_not(
         assert torch.equal(torch.full((8, 4), number + 2.0), parameter)
     assert torch.equal(torch.ones(4), image["d.b"])
     assert torch.equal(torch.full((4,), 2.0), buffer)
+
+
+def test_on_a_device_small_tensors_go_in_one_transfer(bench: MakeBench) -> None:
+    parameters = _model(500)
+    optimizer = torch.optim.SGD(parameters, lr=1)
+    device = FakeDevice()
+    made = bench(optimizer, lambda _: device)
+    for generation in range(2):
+        made.save(_state(parameters, optimizer), device_keys="model.")
+        assert device.is_given.wait(END_S)
+        # The gathering, the transfer, the samples and the fetching of both kinds of them.
+        assert 5 == [kind for kind, _ in device.side].count("work")
+        device.run(compute_first=True)
+        for number, parameter in enumerate(parameters):
+            held = made.image()[f"model.p{number}"] if number in (0, 250, 499) else None
+            assert held is None or torch.equal(parameter, held)
+            _add(parameter)()
+        made.release()
+        device.is_given.clear()
+        assert made.errors == [None] * (generation + 1)
 
 
 def test_on_a_device_a_step_that_nobody_announced_is_found(bench: MakeBench) -> None:

@@ -150,10 +150,13 @@ def odd_tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def test_views_and_odd_tensors_are_read_back_bit_for_bit(stager: MakeStager) -> None:
+@pytest.mark.parametrize("gathered_on", [(), ("cpu",)], ids=["single", "gathered"])
+def test_views_and_odd_tensors_are_read_back_bit_for_bit(
+    stager: MakeStager, gathered_on: tuple[str, ...]
+) -> None:
     state = odd_tensors()
     items = items_of(state)
-    found = content(saved(stager(), state), items)
+    found = content(saved(stager(gathered_on=gathered_on), state), items)
     assert sorted(state) == sorted(found)
     for key, tensor in state.items():
         assert same_bits(tensor, found[key]), key
