@@ -175,7 +175,12 @@ def _check(layout: Layout, items: Items) -> None:
             f"layout {layout.layout_id} places item {last} of a state that has {len(items)}",
             hint,
         )
-    for item, size, dtype in zip(tensors.items, tensors.sizes, tensors.dtypes, strict=True):
+    # A column at a time, since this is asked in every save; which one differs, only if one does.
+    is_same = tensors.sizes == tuple([sizes[item] for item in tensors.items]) and (
+        tensors.dtypes == tuple([dtypes[item] for item in tensors.items])
+    )
+    differing = () if is_same else zip(tensors.items, tensors.sizes, tensors.dtypes, strict=True)
+    for item, size, dtype in differing:
         if sizes[item] != size or dtypes[item] is not dtype:
             raise SaveFailed(
                 "structure-changed",

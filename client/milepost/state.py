@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
@@ -300,6 +301,68 @@ class _Collector:
                 f"{type(error).__name__}: {error}"
             )
 
+    # The usual cases are written out, and a column at a time: a call for each of 11,000 tensors
+    # costs as much as their copies.
+
+    def add_plain_run(self, keys: Sequence[str], values: Sequence[torch.Tensor]) -> None:
+        """Add values of sort `_PLAIN`."""
+        try:
+            # What is not one dense storage has no address or no shape.
+            addresses = list(map(torch.Tensor.data_ptr, values))
+            sizes = [value.shape for value in values]
+        except RuntimeError:
+            addresses, sizes = [0], []
+        dtypes = [value.dtype for value in values]
+        if not all(addresses) or not _DTYPE_NAMES.keys() >= set(dtypes):
+            for key, value in zip(keys, values, strict=True):
+                self.add(key, value, _PLAIN)
+            return
+        zeros = [(0,) * dims for dims in range(max(map(len, sizes)) + 1)]
+        is_host = all(value.is_cpu for value in values)
+        items = self.items
+        items.keys += keys
+        items.kinds += bytes([Kind.TENSOR]) * len(keys)
+        items.sources += values
+        items.dtypes += dtypes
+        items.global_sizes += sizes
+        items.offsets += [zeros[len(size)] for size in sizes]
+        items.sizes += sizes
+        items.devices += ["cpu"] * len(keys) if is_host else [value.device.type for value in values]
+        items.addresses += addresses
+        items.placements += [""] * len(keys)
+        items.requires_grad += bytes([value.requires_grad for value in values])
+
+    def add_dtensor_run(self, keys: Sequence[str], values: Sequence[DTensor]) -> None:
+        """Add values of sort `_DTENSOR`."""
+        items, parts, storable, plain = self.items, self.parts, _DTYPE_NAMES, torch.Tensor
+        put_key, put_kind, put_source = items.keys.append, items.kinds.append, items.sources.append
+        put_dtype, put_size = items.dtypes.append, items.sizes.append
+        put_device, put_address = items.devices.append, items.addresses.append
+        put_global, put_offsets = items.global_sizes.append, items.offsets.append
+        put_placement, put_requires_grad = items.placements.append, items.requires_grad.append
+        for key, value in zip(keys, values, strict=True):
+            part = parts.get(id(value._spec)) or self.look_at(value)
+            local = value._local_tensor
+            dtype = local.dtype
+            try:
+                address = local.data_ptr() if part is not None and type(local) is plain else 0
+            except RuntimeError:
+                address = 0
+            if part is None or not address or dtype not in storable or local.shape != part.sizes:
+                self.add(key, value, _DTENSOR)
+                continue
+            put_key(key)
+            put_kind(Kind.SHARD)
+            put_source(local)
+            put_dtype(dtype)
+            put_global(part.global_size)
+            put_offsets(part.offsets)
+            put_size(local.shape)
+            put_device("cpu" if local.is_cpu else local.device.type)
+            put_address(address)
+            put_placement(part.placement)
+            put_requires_grad(value.requires_grad)
+
     def _add_object(self, key: str, value: Any) -> None:
         self.items.add(key, Kind.OBJECT, value)
 
@@ -475,64 +538,23 @@ def collect(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Items:
     Raises: UsageError("unsupported-tensor"), listing up to `FAULTS_SHOWN_MAX` entries that cannot
     be stored exactly.
     """
-    items = Items(paths=paths)
-    collector = _Collector(items)
-    parts = collector.parts
-    sorts: dict[type, str] = {}
-    storable, plain, dtensor = _DTYPE_NAMES, _PLAIN, _DTENSOR
-    zeros = [(0,) * dims for dims in range(65)]
-    put_key, put_kind, put_source = items.keys.append, items.kinds.append, items.sources.append
-    put_dtype, put_size, put_device = items.dtypes.append, items.sizes.append, items.devices.append
-    put_global, put_offsets = items.global_sizes.append, items.offsets.append
-    put_address, put_placement = items.addresses.append, items.placements.append
-    put_requires_grad = items.requires_grad.append
-    for key, value in flat.items():
-        cls = type(value)
-        sort = sorts.get(cls)
-        if sort is None:
-            sort = sorts[cls] = _sort(cls)
-        # The usual cases are written out, since a call for each of 11,000 tensors costs as much as
-        # their copies. What is not one dense storage has no address or no shape.
-        try:
-            if sort is plain:
-                address, dtype, size = value.data_ptr(), value.dtype, value.shape
-                if address and dtype in storable:
-                    put_key(key)
-                    put_kind(0)
-                    put_source(value)
-                    put_dtype(dtype)
-                    put_global(size)
-                    put_offsets(zeros[len(size)])
-                    put_size(size)
-                    put_device("cpu" if value.is_cpu else value.device.type)
-                    put_address(address)
-                    put_placement("")
-                    put_requires_grad(value.requires_grad)
-                    continue
-            elif sort is dtensor:
-                part = parts.get(id(value._spec)) or collector.look_at(value)
-                local = value._local_tensor
-                if part is not None and type(local) is torch.Tensor:
-                    address, dtype, size = local.data_ptr(), local.dtype, local.shape
-                    if address and dtype in storable and size == part.sizes:
-                        put_key(key)
-                        put_kind(1)
-                        put_source(local)
-                        put_dtype(dtype)
-                        put_global(part.global_size)
-                        put_offsets(part.offsets)
-                        put_size(size)
-                        put_device("cpu" if local.is_cpu else local.device.type)
-                        put_address(address)
-                        put_placement(part.placement)
-                        put_requires_grad(value.requires_grad)
-                        continue
-        except RuntimeError:
-            pass
-        collector.add(key, value, sort)
+    collector = _Collector(Items(paths=paths))
+    keys, values = list(flat), list(flat.values())
+    sorts = {cls: _sort(cls) for cls in set(map(type, values))}
+    low = 0
+    for sort, run in groupby(map(sorts.__getitem__, map(type, values))):
+        high = low + sum(1 for _ in run)
+        if sort is _PLAIN:
+            collector.add_plain_run(keys[low:high], values[low:high])
+        elif sort is _DTENSOR:
+            collector.add_dtensor_run(keys[low:high], values[low:high])
+        else:
+            for at in range(low, high):
+                collector.add(keys[at], values[at], sort)
+        low = high
     if collector.faults:
         raise _unsupported(collector.faults)
-    return _device_first(items)
+    return _device_first(collector.items)
 
 
 def _device_first(items: Items) -> Items:
