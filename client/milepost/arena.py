@@ -23,6 +23,7 @@ import os
 import re
 import stat
 import struct
+import threading
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
@@ -59,6 +60,9 @@ _MADV_POPULATE_WRITE: Final = 23
 _FAULT_PIECE_BYTES: Final = 64 << 20
 """One madvise call: long enough to be efficient, short enough that a signal is served in between.
 """
+FAULT_THREADS_MAX: Final = 4
+"""More gain little: the kernel clears pages as fast as memory allows."""
+
 _RESERVE_PIECE_BYTES: Final = 256 << 20
 """One fallocate call: tmpfs starts a call anew when a signal arrives, so one call for all might
 never end.
@@ -335,26 +339,46 @@ class Arena:
         finally:
             os.close(descriptor)
 
-    def fault_in(self) -> None:
+    def fault_in(self, threads: int | None = None) -> None:
         """Map every page, so that the first copy is as fast as the next; contents do not change.
 
-        Holds no GIL for long and may run beside staging. Cost: about a second per GiB where pages
-        are new.
+        Holds no GIL for long and may run beside staging. Cost: about a second per GiB and thread
+        where pages are new.
+
+        Args:
+            threads: among which the pages are shared out; None: one for every second core that this
+                process may use, up to `FAULT_THREADS_MAX`.
         """
-        anchor = ctypes.c_char.from_buffer(
-            self._map
-        )  # Also keeps `close` from unmapping meanwhile.
+        if threads is None:
+            threads = min(FAULT_THREADS_MAX, max(1, len(os.sched_getaffinity(0)) // 2))
+        # Also keeps `close` from unmapping meanwhile.
+        anchor = ctypes.c_char.from_buffer(self._map)
         start = ctypes.addressof(anchor)
-        at = 0
-        while at < self.nbytes:
-            length = min(_FAULT_PIECE_BYTES, self.nbytes - at)
-            if _LIBC.madvise(
-                ctypes.c_void_p(start + at), ctypes.c_size_t(length), _MADV_POPULATE_WRITE
-            ):
-                if ctypes.get_errno() in (errno.EINTR, errno.EAGAIN):
-                    continue
+        # Each takes the next piece: `next` on a range's iterator is one step under the GIL.
+        pieces = iter(range(0, self.nbytes, _FAULT_PIECE_BYTES))
+
+        def work() -> None:
+            for at in pieces:
+                self._fault_in_piece(start, at, min(_FAULT_PIECE_BYTES, self.nbytes - at))
+
+        others = [
+            threading.Thread(target=work, name="milepost-fault-in", daemon=True)
+            for _ in range(threads - 1)
+        ]
+        for each in others:
+            each.start()
+        work()
+        for each in others:
+            each.join()
+        del anchor
+
+    def _fault_in_piece(self, start: int, at: int, length: int) -> None:
+        while _LIBC.madvise(
+            ctypes.c_void_p(start + at), ctypes.c_size_t(length), _MADV_POPULATE_WRITE
+        ):
+            if ctypes.get_errno() not in (errno.EINTR, errno.EAGAIN):
                 self._touch(at, length)
-            at += length
+                return
 
     def _touch(self, at: int, length: int) -> None:
         """Read a byte of each page, for kernels before 5.14. Reading, since staging may be writing

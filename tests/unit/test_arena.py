@@ -9,6 +9,8 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -329,9 +331,10 @@ def resident_bytes(path: Path) -> int:
     raise AssertionError(f"{path} is not mapped")
 
 
+@pytest.mark.parametrize("threads", [None, 1, 3])
 @pytest.mark.parametrize("kernel", ["this", "old"])
 def test_fault_in_maps_every_page_and_changes_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, threads: int | None
 ) -> None:
     class OldLibc:
         def madvise(self, *_: object) -> int:
@@ -343,10 +346,35 @@ def test_fault_in_maps_every_page_and_changes_none(
     monkeypatch.setattr(arena_module, "_FAULT_PIECE_BYTES", 5 * PAGE_BYTES)
     arena = create(tmp_path / "a", image_bytes=200_000)
     arena.slots[1].image[:] = b"x" * len(arena.slots[1].image)
-    arena.fault_in()
+    arena.fault_in(threads)
     assert arena.nbytes == resident_bytes(tmp_path / "a")
     assert bytes(len(arena.slots[0].image)) == bytes(arena.slots[0].image)
     assert b"x" * len(arena.slots[1].image) == bytes(arena.slots[1].image)
+    arena.close()
+
+
+def test_the_pages_are_shared_out_among_threads_and_each_is_mapped_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2, timeout=20)
+    asked: list[tuple[str, int, int]] = []
+
+    class Libc:
+        def madvise(self, start: ctypes.c_void_p, length: ctypes.c_size_t, _: int) -> int:
+            assert start.value is not None
+            asked.append((threading.current_thread().name, start.value, length.value))
+            if len(asked) <= 2:
+                both.wait()  # passed only if two threads are here
+            return 0
+
+    monkeypatch.setattr(arena_module, "_LIBC", Libc())
+    monkeypatch.setattr(arena_module, "_FAULT_PIECE_BYTES", 5 * PAGE_BYTES)
+    arena = create(tmp_path / "a", image_bytes=200_000)
+    arena.fault_in(2)
+    assert 2 == len({name for name, _, _ in asked})
+    spans = sorted((start, start + length) for _, start, length in asked)
+    assert all(end == start for (_, end), (start, _) in pairwise(spans))
+    assert arena.nbytes == spans[-1][1] - spans[0][0]
     arena.close()
 
 
