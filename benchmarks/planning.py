@@ -1,4 +1,4 @@
-"""The planner for many ranks: the real child process, given what a coordinator would give it.
+"""Planning for many ranks: the real coordinator, and the real child process beside it.
 
 One process plays all ranks: their offers, and later their manifest fragments and (sparse) data
 files. Nine in ten tensors are sharded over all ranks, the rest are replicas.
@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import IO, Final
 
+from benchmarks.coordinator import RANKS_A_NODE, Coordinator
 from benchmarks.results import Planned
 from milepost.format.layout import PAGE_BYTES, align, place
 from milepost.format.manifest import FRAGMENT_PREFIX, Fragment, FragmentFile, encode
@@ -36,7 +37,6 @@ from milepostd.planner import (
 )
 
 JOB: Final = "planning"
-RANKS_A_NODE: Final = 8
 COLUMNS: Final = 1024
 CONTAINER_BYTES: Final = 4 * COLUMNS + 1536
 REPLICA_EVERY: Final = 10
@@ -77,6 +77,10 @@ def plan(folder: Path, ranks: int, tensors: int) -> Planned:
         )
         for rank in range(ranks)
     )
+    save = SaveRef(JOB, "1-1", 1, "step_1")
+    before_bytes = _memory_bytes(os.getpid(), "VmRSS")
+    coordinator = Coordinator(JOB, str(root.path), ranks)
+    take = coordinator.offer(save, reports)
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", "milepostd.planner_child", str(folder / "plans"), "0"],
         stdin=subprocess.PIPE,
@@ -86,10 +90,14 @@ def plan(folder: Path, ranks: int, tensors: int) -> Planned:
         ask = _Asking(child)
         ask(Warm(call=0))
         began_s = time.perf_counter()
-        made = ask(PlanWanted(call=1, job=JOB, reports=reports))
-        plan_s = time.perf_counter() - began_s
+        made = ask(PlanWanted(call=1, job=JOB, reports=take().reports))
         assert isinstance(made, PlanMade), made
-        plan_memory_bytes = ask.memory_bytes()
+        coordinator.plan_made(save, made.layouts)
+        plan_s = time.perf_counter() - began_s
+        grown_bytes = _memory_bytes(os.getpid(), "VmRSS") - before_bytes
+        plan_memory_bytes = ask.memory_bytes() + max(0, grown_bytes)
+        coordinator.commit(save, is_planned=True)
+        steady_s, steady_wire_bytes = _steady(coordinator, ranks)
         index_s = []
         for count in (1, 2):
             save = SaveRef(JOB, f"1-{count}", count, f"step_{count}")
@@ -103,6 +111,8 @@ def plan(folder: Path, ranks: int, tensors: int) -> Planned:
             tensors=tensors,
             plan_s=plan_s,
             plan_memory_bytes=plan_memory_bytes,
+            steady_s=steady_s,
+            steady_wire_bytes=steady_wire_bytes,
             index_s=index_s[0],
             later_index_s=index_s[1],
             index_memory_bytes=ask.memory_bytes(),
@@ -133,10 +143,22 @@ class _Asking:
 
     def memory_bytes(self) -> int:
         """Return the most memory that the child has had."""
-        status = Path(f"/proc/{self._pid}/status").read_text()
-        found = re.search(r"VmHWM:\s+(\d+) kB", status)
-        assert found is not None
-        return int(found[1]) << 10
+        return _memory_bytes(self._pid, "VmHWM")
+
+
+def _memory_bytes(pid: int, kind: str) -> int:
+    found = re.search(rf"{kind}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def _steady(coordinator: Coordinator, ranks: int) -> tuple[float, float]:
+    """Return the coordinator's seconds for one more save, and a rank's share of its frames."""
+    peers, locals_ = coordinator.peer_bytes, coordinator.rank_bytes
+    took_s = coordinator.commit(SaveRef(JOB, "1-2", 2, "step_2"), is_planned=False)
+    # Every node's own ranks say as much as those of this one.
+    of_rank = (coordinator.rank_bytes - locals_) / min(RANKS_A_NODE, ranks)
+    return took_s, (coordinator.peer_bytes - peers) / ranks + of_rank
 
 
 def _read(stream: IO[bytes], length: int) -> bytes:

@@ -121,6 +121,8 @@ def bars(results: Results) -> list[Bar]:
             if planned.ranks == ranks:
                 what = f"plan for {ranks} ranks of {planned.tensors} tensors"
                 found.append(Bar(what, f"{limit_s:g} s", planned.plan_s / limit_s))
+        what = f"{planned.ranks} ranks, later save: wire a rank"
+        found.append(Bar(what, "1 KiB", planned.steady_wire_bytes / 1024))
         if planned.ranks == 1024:
             found.append(Bar("memory of that plan", "3 GiB", planned.plan_memory_bytes / 3 / 2**30))
             found.append(Bar("`.metadata` of that plan", "40 s", planned.index_s / 40))

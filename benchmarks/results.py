@@ -241,9 +241,14 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     tensors: int
     """A rank's."""
     plan_s: float
-    """From the encoded offers to all layouts."""
+    """From the frames with all offers to the frames with all layouts."""
     plan_memory_bytes: int
-    """Most memory of the planner's process until then, torch's import included."""
+    """Most memory of the planner's process until then, torch's import included, and what the
+    coordinator's grew by."""
+    steady_s: float
+    """The coordinator's work for a later save, which needs no plan; index and files apart."""
+    steady_wire_bytes: float
+    """A rank's share of all frames of such a save, from its first word to its end."""
     index_s: float
     """Manifest and `.metadata` of the first save, written and synced."""
     later_index_s: float

@@ -79,6 +79,7 @@ def test_the_planner_is_measured(tmp_path: Path) -> None:
     results = read_results(tmp_path / "results.json")
     assert [(2, 2000), (10, 1000)] == [(each.ranks, each.tensors) for each in results.planning]
     assert all(each.plan_s > 0 and each.later_index_s > 0 for each in results.planning)
+    assert all(0 < each.steady_wire_bytes < 1024 for each in results.planning)
 
 
 def test_what_is_lost_is_the_call_and_all_that_steps_took_longer() -> None:
