@@ -59,9 +59,10 @@ BLOCK_BYTES: Final = 16 << 20
 report progress.
 """
 
-BUFFERED_WINDOW_BYTES: Final = 256 << 20
-"""Dirty bytes of one file before they are synced and dropped, where direct I/O is refused: an image
-must not push the data loader's files out of the page cache.
+BUFFERED_WINDOW_BLOCKS: Final = 16
+"""Dirty blocks of one file before they are synced and dropped, where direct I/O is refused: an
+image must not push the data loader's files out of the page cache, nor collect there and then reach
+the device at once.
 """
 
 NAME_BYTES_MAX: Final = 200
@@ -399,7 +400,13 @@ class Root:
             _sync_directory(path.parent)
 
     def write_image(
-        self, path: Path, image: memoryview, *, on_block: Callable[[int], None] | None = None
+        self,
+        path: Path,
+        image: memoryview,
+        *,
+        on_block: Callable[[int], None] | None = None,
+        before_block: Callable[[int, int], None] | None = None,
+        block_bytes: int | None = None,
     ) -> None:
         """Write `image` as the new file `path` and sync it; on any failure no such file remains.
 
@@ -410,6 +417,9 @@ class Root:
         Args:
             on_block: called with the number of bytes after each block; what it raises ends the
                 write.
+            before_block: called before each block with its bytes and all that are left, this
+                block's among them; may wait, and what it raises ends the write.
+            block_bytes: the largest block, whole pages; `BLOCK_BYTES` if None.
 
         Raises:
             StorageError: also if the file exists already.
@@ -424,7 +434,8 @@ class Root:
                 file = os.open(path.name, flags, 0o666, dir_fd=folder)
                 try:
                     try:
-                        _write_blocks(file, flat, on_block)
+                        largest = block_bytes or BLOCK_BYTES
+                        _write_blocks(file, flat, on_block, before_block, largest)
                     finally:
                         os.close(file)
                 except BaseException:
@@ -839,14 +850,29 @@ def _set_direct(file: int, direct: bool) -> bool:
     return True
 
 
-def _write_blocks(file: int, image: memoryview, on_block: Callable[[int], None] | None) -> None:
+def _write_blocks(
+    file: int,
+    image: memoryview,
+    on_block: Callable[[int], None] | None,
+    before_block: Callable[[int, int], None] | None,
+    block_bytes: int,
+) -> None:
     length = len(image)
     _reserve(file, length)
     whole = length - length % PAGE_BYTES
-    done = 0
+    done = asked = 0
+
+    def ask_until(end: int) -> None:
+        nonlocal asked
+        # What a failed or short write has left was asked for already.
+        if before_block is not None and end > asked:
+            before_block(end - asked, length - asked)
+            asked = end
+
     if _set_direct(file, True):
         while done < whole:
-            wanted = min(BLOCK_BYTES, whole - done)
+            wanted = min(block_bytes, whole - done)
+            ask_until(done + wanted)
             try:
                 count = os.pwrite(file, image[done : done + wanted], done)
             except OSError as error:
@@ -862,14 +888,16 @@ def _write_blocks(file: int, image: memoryview, on_block: Callable[[int], None] 
     buffered = done < length
     unsynced = 0
     while done < length:
-        count = os.pwrite(file, image[done : done + BLOCK_BYTES], done)
+        wanted = min(block_bytes, length - done)
+        ask_until(done + wanted)
+        count = os.pwrite(file, image[done : done + wanted], done)
         if not count:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         done += count
         unsynced += count
         if on_block is not None:
             on_block(count)
-        if unsynced >= BUFFERED_WINDOW_BYTES:
+        if unsynced >= BUFFERED_WINDOW_BLOCKS * block_bytes:
             os.fdatasync(file)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             unsynced = 0

@@ -16,6 +16,8 @@ import typer
 
 from milepost.errors import MilepostError, UsageError
 from milepostd.config import FLAGS, load_settings
+from milepostd.logs import setup
+from milepostd.placement import Place
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -69,8 +71,18 @@ def milepostd(
     writer_threads: Annotated[
         int | None, typer.Option(FLAGS["writer_threads"], help="Images written at the same time.")
     ] = None,
+    write_mbps: Annotated[
+        float | None,
+        typer.Option(FLAGS["write_mbps"], help="Limit of what is written, MB/s; 0 for none."),
+    ] = None,
     nice: Annotated[
         int | None, typer.Option(FLAGS["nice"], help="Niceness of the daemon, 0 to 19.")
+    ] = None,
+    io_class: Annotated[
+        str | None, typer.Option(FLAGS["io_class"], help="best-effort, idle or none.")
+    ] = None,
+    cpus: Annotated[
+        str | None, typer.Option(FLAGS["cpus"], help="Cores: auto, all, or such as 8-11,14.")
     ] = None,
     allow_faults: Annotated[
         bool | None,
@@ -98,14 +110,26 @@ def milepostd(
         "linger_s": linger_s,
         "drain_s": drain_s,
         "writer_threads": writer_threads,
+        "write_mbps": write_mbps,
         "nice": nice,
+        "io_class": io_class,
+        "cpus": cpus,
         "allow_faults": allow_faults,
     }
     settings = load_settings(flags, os.environ, config)
+    setup(settings.log_format, settings.log_level)
+    place = Place(
+        nice=settings.nice,
+        io_class=settings.io_class,
+        cpus=settings.cpus,
+        is_embedded=settings.embedded,
+    )
+    # Before the long imports: they are not to be paid by a rank that trains on this core.
+    place.settle()
 
     from milepostd.runtime import run
 
-    raise typer.Exit(run(settings))
+    raise typer.Exit(run(settings, place))
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ import msgspec
 from milepost.errors import UsageError
 from milepost.run_dir import SOCKET_NAME, SOCKET_PATH_BYTES_MAX, default_run_dir, socket_path
 from milepostd.faults import parse_faults
+from milepostd.placement import parse_cores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -100,8 +101,32 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Images written at the same time. Two keep one disk busy while the other one computes
     checksums; more helps on parallel file systems only."""
 
+    write_mbps: Annotated[float, msgspec.Meta(ge=0, le=1_000_000)] = 0.0
+    """Most that the node writes of its images, in MB/s (1,000,000 bytes), all writer threads
+    together; 0: no limit. For storage that others share. A save that cannot meet its deadline at
+    this speed fails as soon as that is certain, with the numbers. So stay well above what a node
+    writes of one checkpoint, divided by the deadline (600 s unless the trainers ask for another)
+    and, since the limit also holds while the daemon drains, by `drain_s`."""
+
     nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 10
-    """Niceness of the daemon and its planner, so that training wins every contest for a core."""
+    """Niceness of the daemon and its planner, so that training wins every contest for a core. Added
+    to what was inherited. Where the kernel groups tasks by session, that of the daemon's own
+    session is set too."""
+
+    io_class: Literal["best-effort", "idle", "none"] = "best-effort"
+    """Class of the daemon's reads and direct writes, for the disk schedulers that know classes (bfq
+    and mq-deadline; `none` and network file systems do not). `best-effort`, at its lowest level:
+    training's data loaders go first and saves still get on. `idle` waits until nobody else reads or
+    writes, under bfq without end, and then a save misses its deadline: the default is the one that
+    cannot starve. `none`: as it was inherited."""
+
+    cpus: str = "auto"
+    """Which cores the daemon and its planner use: `auto`, `all` or a list such as `8-11,14`.
+    `auto`: away from the cores that the node's trainers are pinned to, if at least two others are
+    left, without their hyperthread siblings if that still leaves two; else anywhere. Looked at
+    again while trainers come and go. `auto` never leaves the cores that a supervised daemon was
+    started on; an embedded one, and one with `all` or a list, may use whatever its cpuset allows.
+    Name a list where jobs share a host and only an affinity mask, no cpuset, keeps them apart."""
 
     faults: str = ""
     """For tests only: fault points that make the daemon misbehave, as `point:action[:argument]`,
@@ -141,7 +166,10 @@ FLAGS: Final[dict[str, str]] = {
     "linger_s": "--linger-s",
     "drain_s": "--drain-s",
     "writer_threads": "--writer-threads",
+    "write_mbps": "--write-mbps",
     "nice": "--nice",
+    "io_class": "--io-class",
+    "cpus": "--cpus",
     "allow_faults": "--allow-faults",
 }
 """Settings that are flags too."""
@@ -267,6 +295,11 @@ def _contradictions(settings: Settings, sources: Mapping[str, str]) -> list[str]
             fault("http", error.message)
     if settings.http_token and len(settings.http_token) < HTTP_TOKEN_CHARACTERS_MIN:
         fault("http_token", f"shorter than {HTTP_TOKEN_CHARACTERS_MIN} characters")
+    try:
+        if settings.cpus not in ("auto", "all"):
+            parse_cores(settings.cpus)
+    except UsageError as error:
+        fault("cpus", error.message)
     if settings.faults and not settings.allow_faults:
         fault("faults", "refused, because the daemon was not started with --allow-faults")
     try:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 FIELDS: Final = frozenset(
     {
-        "action", "address", "arena", "attempt", "bytes", "cause", "code", "count", "elapsed_s",
-        "embedded", "file", "hint", "http", "incarnation", "job", "lag_s", "message", "name",
-        "node", "outcome", "path", "peer", "phase", "pid", "point", "rank", "reason", "removed",
-        "repeats", "role", "root", "run_dir", "save", "session", "step", "text", "traceback",
-        "type", "version", "wait_s", "world",
+        "action", "address", "arena", "attempt", "bytes", "cause", "code", "count", "cpus",
+        "elapsed_s", "embedded", "file", "hint", "http", "incarnation", "job", "lag_s", "message",
+        "name", "node", "outcome", "path", "peer", "phase", "pid", "point", "rank", "reason",
+        "removed", "repeats", "role", "root", "run_dir", "save", "session", "setting", "step",
+        "text", "traceback", "type", "version", "wait_s", "world",
     }
 )  # fmt: skip
 """Every field a line may have beside `at`, `level`, `event`; docs/operations.md says what they

@@ -89,6 +89,8 @@ SPECS: Final = (
          {"outcome": OUTCOMES}),
     Spec("milepostd_written_bytes_total", "counter", "bytes",
          "Bytes of images handed to the kernel."),
+    Spec("milepostd_throttled_seconds_total", "counter", "seconds",
+         "Time that writer threads waited for the limit `write_mbps`, added up."),
     Spec("milepostd_errors_total", "counter", "",
          "Causes of saves that failed, and of refusals, by code.", {"code": tuple(CODES)}),
     Spec("milepostd_messages_total", "counter", "", "Messages by type and direction.",
@@ -140,6 +142,10 @@ class Counters:
     def bytes_written(self, count: int) -> None:
         """Count bytes of an image handed to the kernel."""
         self._add("milepostd_written_bytes_total", count)
+
+    def throttled(self, elapsed_s: float) -> None:
+        """Add to the time that writers waited for the bandwidth limit."""
+        self._add("milepostd_throttled_seconds_total", elapsed_s)
 
     def error(self, code: str) -> None:
         """Count a cause by its code, one of `milepost.errors.CODES`."""

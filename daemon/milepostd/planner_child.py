@@ -631,7 +631,9 @@ def main() -> None:
     # process. What ends it is the end of stdin, which comes even if the daemon is killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.nice(int(sys.argv[2]))
+    # Where a container refuses even 0, a planner that is too loud is better than none.
+    with suppress(OSError):
+        os.nice(int(sys.argv[2]))
     # Answers go where nothing else can print.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

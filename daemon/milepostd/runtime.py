@@ -116,14 +116,17 @@ from milepostd.core.events import (
     TimerFired,
 )
 from milepostd.core.node import Node, NodeSettings
+from milepostd.core.phases import Phase
 from milepostd.core.status import status_of
 from milepostd.faults import FaultPoints, parse_faults
 from milepostd.http import bind_as_set, make_app, serve, url_of
 from milepostd.journal import Journal, find_staged
 from milepostd.logs import emit
 from milepostd.metrics import Counters, make_exposition
+from milepostd.placement import Place
 from milepostd.planner import Planner
 from milepostd.threads import Threads
+from milepostd.throttle import MB, BandwidthLimit, Pace
 from milepostd.transport import Transport, load_identity, save_identity
 from milepostd.writer import OpenArenas, write_fragment, write_rank
 
@@ -150,8 +153,10 @@ SILENT_TRAINER_S: Final = 300.0
 long, because a trainer that compiles holds its interpreter for minutes."""
 
 
-def run(settings: Settings) -> int:
+def run(settings: Settings, place: Place) -> int:
     """Run the daemon until it is told to stop; return the exit code.
+
+    The log is set up and the place taken already.
 
     Raises UsageError if another daemon holds the run directory or an address cannot be bound.
     """
@@ -161,12 +166,8 @@ def run(settings: Settings) -> int:
         raise UsageError("usage", f"run directory {run_dir} belongs to another user")
     run_dir.chmod(0o700)
     with _exclusive(run_dir) as release:
-        from milepostd.logs import setup
-
-        setup(settings.log_format, settings.log_level)
-        if settings.nice:
-            os.nice(settings.nice)
-        return asyncio.run(Runtime(settings, release).main())
+        place.tell()
+        return asyncio.run(Runtime(settings, place, release).main())
 
 
 @contextlib.contextmanager
@@ -228,8 +229,9 @@ def cause_of(error: BaseException, *, node: str, rank: int = -1) -> Cause:
 class Runtime:
     """One daemon's loop and its executors."""
 
-    def __init__(self, settings: Settings, release: Callable[[], None]) -> None:
+    def __init__(self, settings: Settings, place: Place, release: Callable[[], None]) -> None:
         self.settings = settings
+        self.place = place
         self.release = release
         """Gives the run directory free for the next daemon."""
         self.incarnation = os.urandom(6).hex()
@@ -256,6 +258,9 @@ class Runtime:
         self.service = systemd.ServiceManager(os.environ)
         self.writers = Threads("milepostd-writer", settings.writer_threads)
         self.files = Threads("milepostd-files", FILE_THREADS)
+        self.limit = BandwidthLimit(settings.write_mbps * MB) if settings.write_mbps else None
+        self.paces: dict[tuple[str, int], Pace] = {}
+        """Of the images that are being written, by save and rank."""
         self.roots = tuple(os.path.realpath(root) for root in settings.roots)
         self.torch_version = installed_version("torch")
         self.version = installed_version("milepost")
@@ -307,9 +312,13 @@ class Runtime:
         if self.sweeps:
             # What was to be freed is freed; it is only unlinking, which takes a moment a GiB.
             await asyncio.wait(self.sweeps, timeout=SWEEP_S)
+        paces = [*self.paces.values()]
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+        # Only now: what a stopped write says must not fail a save that the next life can finish.
+        for pace in paces:
+            pace.stop()
         for session in self.sessions.values():
             self._forget_pidfd(session)
         # The socket goes first: a trainer that comes now must not wait for an answer of ours.
@@ -374,6 +383,15 @@ class Runtime:
             for session in [*self.sessions.values()]:
                 if session.pidfd < 0 and not self._is_alive(session, now_s):
                     self._session_ended(session, "its process is gone")
+            # Trainers may pin themselves at any time.
+            self._keep_away()
+
+    def _keep_away(self) -> None:
+        """Leave the trainers' cores to them, as they are now."""
+        trainers = [
+            session.hello.pid if session.is_visible else None for session in self.sessions.values()
+        ]
+        self.place.follow(trainers, self.planner.pid)
 
     async def _serve_http(self, listener: socket.socket) -> None:
         app = make_app(
@@ -393,6 +411,8 @@ class Runtime:
             point = self.faults.holding(f"{save['job']}/{save['save_id']}")
             if point is not None:
                 save["waits_for"] = f"held at fault point {point}; {save['waits_for']}"
+            if self.limit is not None and save["phase"] == Phase.WRITING:
+                save["waits_for"] += f", at most {self.settings.write_mbps:g} MB/s (write_mbps)"
         now_s = time.monotonic()
         heard = {
             session.hello.pid: now_s - session.heard_at_s for session in self.sessions.values()
@@ -410,6 +430,11 @@ class Runtime:
             "embedded": self.settings.embedded,
             "run_dir": str(self.settings.run_dir),
             "http": self.http_url,
+        }
+        picture["writer"] = {
+            "threads": self.settings.writer_threads,
+            "write_mbps": self.settings.write_mbps,
+            **self.place.picture(),
         }
         return picture
 
@@ -473,6 +498,7 @@ class Runtime:
             self.sessions[route] = session
             self.by_number[session.number] = session
             self._watch_process(session)
+            self._keep_away()
             self._post(SessionOpened(session=session.number))
         self.transport.reply(
             route,
@@ -515,6 +541,7 @@ class Runtime:
         self._forget_pidfd(session)
         self.sessions.pop(session.route, None)
         self.by_number.pop(session.number, None)
+        self._keep_away()
         self._spawn(self._tell_lost(session.number, reason))
 
     async def _tell_lost(self, number: int, reason: str) -> None:
@@ -569,7 +596,7 @@ class Runtime:
             case RemoveArenas():
                 self._spawn(self._remove_arenas(command), self.sweeps)
             case AbandonWrite():
-                self.writers.abandon((_key(command.save), command.rank))
+                self._abandon_write((_key(command.save), command.rank))
             case WriteImage():
                 self._spawn(self._complete(self._write_image, command))
             case WriteFragment():
@@ -590,6 +617,12 @@ class Runtime:
     async def _complete(self, execute: Callable[[T], Awaitable[AnyEvent]], command: T) -> None:
         """Carry out a slow command: exactly one event comes back."""
         self._post(await execute(command))
+
+    def _abandon_write(self, write: tuple[str, int]) -> None:
+        """Have it end at its next block, and let others write if it never gets there."""
+        if write in self.paces:
+            self.paces[write].stop()
+        self.writers.abandon(write)
 
     def _reply(self, command: Reply) -> None:
         session = self.by_number.get(command.session)
@@ -662,6 +695,9 @@ class Runtime:
         save, rank, key = command.save, command.rank, _key(command.save)
         loop = asyncio.get_running_loop()
         started_s = time.monotonic()
+        pace = self.paces[key, rank] = Pace(
+            self.limit, until_s=command.until_ns / 1e9, on_wait=self.counters.throttled
+        )
 
         def on_bytes(count: int) -> None:
             self.faults.at_blocking("mid-write", key, save.step)
@@ -679,6 +715,7 @@ class Runtime:
                 command.layout_id,
                 on_bytes,
                 self.arenas,
+                pace,
             )
             file = await self._retried(
                 partial(self.writers.run, write, (key, rank)), command.until_ns
@@ -688,6 +725,8 @@ class Runtime:
             return FileFailed(
                 save=save, rank=rank, cause=cause_of(error, node=self.node_ref.node_id, rank=rank)
             )
+        finally:
+            self.paces.pop((key, rank), None)
         self.counters.write_took(time.monotonic() - started_s)
         self.fragments.setdefault((save.job, save.save_id), {})[rank] = file
         return FileDurable(

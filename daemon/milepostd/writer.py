@@ -9,11 +9,12 @@ checked before it is used.
 
 from __future__ import annotations
 
+import errno
 import os
-import re
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -21,11 +22,12 @@ from weakref import WeakKeyDictionary
 from isal import isal_zlib
 
 from milepost.arena import Arena, SlotRecord
-from milepost.errors import Rejected
+from milepost.errors import Rejected, StorageError
 from milepost.format.layout import PAGE_BYTES, align, unpack_table
 from milepost.format.manifest import FRAGMENT_PREFIX, Fragment, FragmentFile, encode
 from milepost.protocol import SaveRef
 from milepost.storage import Root, check_name
+from milepostd.throttle import Pace
 
 _CRC: Final = struct.Struct("<I")
 
@@ -150,6 +152,7 @@ def write_rank(
     layout_id: str,
     on_bytes: Callable[[int], None],
     arenas: OpenArenas | None = None,
+    pace: Pace | None = None,
 ) -> FragmentFile:
     """Write what a rank staged into the save's directory, and return what the manifest has to know
     of it.
@@ -161,17 +164,21 @@ def write_rank(
         on_bytes: called from this thread with the number of bytes after each block; what it raises
             ends the write.
         arenas: where mappings are kept; without it the arena is mapped for this call.
+        pace: when each block may be written; without it as fast as the device takes it.
 
     Raises:
         Rejected: "arena-invalid" if the slot does not hold this save under this layout, or changed
             meanwhile.
         StorageError: the write failed; no file of this call remains.
-        SaveFailed, Rejected: "aborted", "already-committed": the save has ended.
+        SaveFailed, Rejected: "aborted", "already-committed": the save has ended; "timeout": it
+            cannot be written in time at this pace.
     """
+    pace = pace or Pace()
+    pace.check()
     arena = Arena.open(Path(arena_path)) if arenas is None else arenas.get(arena_path)
     try:
         containers = _Containers(arena) if arenas is None else arenas.containers(arena)
-        return _write(root, save, arena, containers, slot, layout_id, on_bytes)
+        return _write(root, save, arena, containers, slot, layout_id, on_bytes, pace)
     finally:
         if arenas is None:
             arena.close()
@@ -185,6 +192,7 @@ def _write(
     slot: int,
     layout_id: str,
     on_bytes: Callable[[int], None],
+    pace: Pace,
 ) -> FragmentFile:
     if not 0 <= slot < len(arena.slots):
         raise _invalid(arena, f"no slot {slot}")
@@ -208,8 +216,7 @@ def _write(
         image[record.image_bytes :] = bytes(file_bytes - record.image_bytes)
         root.check_shared(save.job)
         directory = root.open_save(save)
-        name = f"__{record.rank}_{_next_number(directory, record.rank)}.distcp"
-        root.write_image(directory / name, image, on_block=on_bytes)
+        name = _write_new(root, directory, record.rank, image, on_bytes, pace)
     if staged.record() != record:
         raise _invalid(arena, f"slot {slot} was staged anew while it was written")
     return FragmentFile(
@@ -247,10 +254,35 @@ def _check(arena: Arena, record: SlotRecord, save: SaveRef, layout_id: str) -> N
         raise _invalid(arena, f"was made for layout {arena.layout_id}, not {layout_id}")
 
 
-def _next_number(directory: Path, rank: int) -> int:
-    pattern = re.compile(rf"__{rank}_(\d+)\.distcp")
-    taken = [int(match[1]) for name in os.listdir(directory) if (match := pattern.fullmatch(name))]
-    return max(taken, default=-1) + 1
+def _write_new(
+    root: Root,
+    directory: Path,
+    rank: int,
+    image: memoryview,
+    on_bytes: Callable[[int], None],
+    pace: Pace,
+) -> str:
+    """Write the image under the rank's first name that is not taken, and return the name.
+
+    Taken is what an earlier call left, whose writer may still hang. The directory is not listed:
+    thousands of ranks write into it.
+    """
+    for number in count():
+        name = f"__{rank}_{number}.distcp"
+        try:
+            root.write_image(
+                directory / name,
+                image,
+                on_block=on_bytes,
+                before_block=pace.await_turn,
+                block_bytes=pace.block_bytes,
+            )
+        except StorageError as error:
+            if error.errno != errno.EEXIST:
+                raise
+        else:
+            return name
+    raise AssertionError("numbers do not end")
 
 
 def _invalid(arena: Arena, what: str) -> Rejected:

@@ -103,12 +103,27 @@ def test_everything_that_is_wrong_is_listed_at_once_with_its_source(tmp_path: Pa
         ("run_dir", "/" + "x" * 100, "a socket's path may have 107"),
         ("nice", -1, ">= 0"),
         ("writer_threads", True, "expected `int`"),
+        ("write_mbps", -1.0, ">= 0"),
+        ("io_class", "realtime", "invalid enum value 'realtime'"),
+        ("cpus", "some", "expected auto, all or a list like 8-11,14, got 'some'"),
+        ("cpus", "11-8", "11-8 is no range of cores"),
+        ("cpus", "", "expected auto, all or a list"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_with_the_reason(
     name: str, value: object, part: str
 ) -> None:
     assert part in refusal({**ROOTS, name: value}, {})
+
+
+@pytest.mark.parametrize("cpus", ["auto", "all", "3", "8-11,14"])
+def test_cores_are_named_by_a_word_or_a_list(cpus: str) -> None:
+    assert cpus == load_settings(ROOTS, {"MILEPOSTD_CPUS": cpus}, None).cpus
+
+
+def test_a_limit_may_be_a_fraction_and_is_off_by_default() -> None:
+    assert 0 == load_settings(ROOTS, {}, None).write_mbps
+    assert 0.5 == load_settings(ROOTS, {"MILEPOSTD_WRITE_MBPS": "0.5"}, None).write_mbps
 
 
 def test_a_secret_is_not_repeated_in_an_error(tmp_path: Path) -> None:

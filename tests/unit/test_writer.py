@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import zlib
+from itertools import count
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from milepost import storage
 from milepost.arena import Arena, SlotRecord, record_bytes
 from milepost.errors import Rejected, SaveFailed, StorageError
 from milepost.format.layout import PAGE_BYTES, TableRow, align, pack_table, place
 from milepost.format.manifest import FragmentFile, decode_fragment
 from milepost.protocol import SaveRef
 from milepost.storage import Root
+from milepostd.throttle import MB, BandwidthLimit, Pace
 from milepostd.writer import OpenArenas, write_fragment, write_rank
 
 SAVE = SaveRef("run-7", "1-3", 30, "step_30")
@@ -196,6 +200,121 @@ def test_a_write_that_fails_leaves_no_file(tmp_path: Path) -> None:
     assert "no-space" == caught.value.code
     assert [] == stage.files()
     assert "__3_0.distcp" == stage.write().file
+
+
+def test_a_name_that_a_hung_writer_may_still_hold_is_passed_over(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, [500], [])
+    directory = stage.root.open_save(SAVE)
+    for name in ("__3_0.distcp", "__3_1.distcp", "__30_2.distcp"):
+        (directory / name).write_bytes(b"another writer's")
+    assert "__3_2.distcp" == stage.write().file
+    assert b"another writer's" == (directory / "__3_1.distcp").read_bytes()
+
+
+def test_the_directory_of_a_save_is_not_listed_for_each_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(tmp_path, [500], [])
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("it may hold the files of thousands of ranks")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert "__3_0.distcp" == stage.write().file
+
+
+class Turns:
+    """Notes what a write asks its pace for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def take(self, count: int, left: int) -> None:
+        self.asked.append((count, left))
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_limited_write_asks_before_each_of_its_smaller_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    if not direct:
+        monkeypatch.setattr(storage, "_set_direct", lambda file, direct: False)
+    stage, turns, counts = Stage(tmp_path, [1 << 20], []), Turns(), list[int]()
+    pace = Pace(BandwidthLimit(1 * MB))
+    monkeypatch.setattr(pace, "await_turn", turns.take)
+
+    def count_block(count: int) -> None:
+        counts.append(count)
+        assert sum(counts) <= sum(asked for asked, _ in turns.asked), "written before its turn"
+
+    total = stage.write(pace=pace, on_bytes=count_block).file_bytes
+    assert total == sum(asked for asked, _ in turns.asked) == sum(counts)
+    assert [total - sum(counts[:block]) for block in range(len(counts))] == [
+        left for _, left in turns.asked
+    ]
+    assert max(counts) == pace.block_bytes < total / 4
+
+
+@pytest.mark.parametrize("behave", ["refused", "short"])
+def test_what_a_failed_or_short_write_has_left_is_asked_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behave: str
+) -> None:
+    stage, turns, calls = Stage(tmp_path, [1 << 20], []), Turns(), count(0)
+    pace, real = Pace(BandwidthLimit(1 * MB)), os.pwrite
+    monkeypatch.setattr(pace, "await_turn", turns.take)
+
+    def pwrite(file: int, data: memoryview, offset: int) -> int:
+        if next(calls) != 1:
+            return real(file, data, offset)
+        if behave == "refused":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(file, data[:PAGE_BYTES], offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    total = stage.write(pace=pace).file_bytes
+    assert total == sum(asked for asked, _ in turns.asked)
+
+
+def test_where_writes_are_buffered_a_limit_keeps_the_kernel_from_collecting_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_set_direct", lambda file, direct: False)
+    synced, real = list[int](), os.fdatasync
+
+    def fdatasync(file: int) -> None:
+        synced.append(os.fstat(file).st_size)
+        real(file)
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    stage, pace = Stage(tmp_path, [10 << 20], []), Pace(BandwidthLimit(1 * MB))
+    monkeypatch.setattr(pace, "await_turn", Turns().take)
+    stage.write(pace=pace)
+    assert 2 == len(synced)
+
+
+def test_a_write_that_was_stopped_ends_at_its_next_block_and_leaves_no_file(
+    tmp_path: Path,
+) -> None:
+    stage, pace = Stage(tmp_path, [40 << 20], []), Pace()
+
+    def stop(count: int) -> None:
+        pace.stop()
+
+    with pytest.raises(SaveFailed) as caught:
+        stage.write(pace=pace, on_bytes=stop)
+    assert "aborted" == caught.value.code
+    assert [] == stage.files()
+
+
+def test_a_write_that_was_stopped_before_it_began_touches_nothing(tmp_path: Path) -> None:
+    stage, pace = Stage(tmp_path, [500], []), Pace()
+    before = bytes(stage.image)
+    pace.stop()
+    with pytest.raises(SaveFailed):
+        stage.write(pace=pace)
+    assert before == bytes(stage.image)
+    assert [] == stage.root.partials()
 
 
 def test_a_save_that_was_given_up_is_not_written_again(tmp_path: Path) -> None:
