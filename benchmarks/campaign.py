@@ -158,6 +158,7 @@ def _measure(
         world=WORLDS[name],
         tensors=bare[0][0].tensors,
         state_bytes=bare[0][0].state_bytes,
+        image_bytes=bare[0][0].image_bytes,
         step_s=spread(
             _system(ranks[0]).timeline.quiet_s
             for found in (bare[1:] or bare, *measured.values())

@@ -155,7 +155,7 @@ def _shared_bars(text: str, cost: Cost, measured: Measured) -> Iterator[Bar]:
         # What noise makes negative is no training lost.
         share = max(0.0, cost.lost_s.median) / limit_s if limit_s > 0 else float("inf")
         yield Bar(f"{text}training time lost", "1/3 of the best other", share)
-    limit_bytes = SLOTS * 1.1 * measured.state_bytes
+    limit_bytes = SLOTS * 1.1 * measured.image_bytes
     yield Bar(
         f"{text}shared memory", "slots x image + 10 %", cost.shared_bytes.median / limit_bytes
     )

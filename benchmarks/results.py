@@ -150,6 +150,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     state_bytes: int
     """Of all ranks together, replicas once."""
+    image_bytes: int
+    """The same with torch's container around each tensor, as it lies in files and shared memory."""
     share_bytes: int
     """This rank's part of these."""
     tensors: int
@@ -223,6 +225,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     world: int
     tensors: int
     state_bytes: int
+    image_bytes: int
+    """With torch's containers, objects apart."""
     step_s: Spread
     floors: Floors
     bare_writer: Cost | None

@@ -278,6 +278,7 @@ def work(task: Task) -> Answer:
     training = Training(task)
     answer = Answer(
         state_bytes=training.state_bytes,
+        image_bytes=training.image_bytes,
         share_bytes=sum(tensor.nbytes for tensor in training.share),
         tensors=len(training.tensors),
     )

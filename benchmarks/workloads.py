@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.results import Task
+from milepost.format import container
 
 STEP_COPIES: Final = 2
 """A training step takes as long as so many copies of the state by one thread."""
@@ -84,6 +85,7 @@ class Training:
         optimizer: over every tensor of the state.
         tensors: the state's tensors on this rank, by name, as `state_dict` would give them.
         state_bytes: of all ranks together, replicas once.
+        image_bytes: the same with torch's container around each tensor.
         share: local tensors that this rank writes if replicas are shared out evenly.
         batches: passes in a step; set it before the first step.
     """
@@ -99,7 +101,7 @@ class Training:
         parameters: dict[str, nn.Parameter] = {}
         gradients: dict[tuple[tuple[int, ...], bool], torch.Tensor] = {}
         self.share: list[torch.Tensor] = []
-        self.state_bytes = replicas = 0
+        self.state_bytes = self.image_bytes = replicas = 0
         for form in forms:
             local = _random(form.shape, own if form.is_shard else common, task.device)
             kind = (form.shape, form.is_shard)
@@ -109,7 +111,10 @@ class Training:
             if form.is_shard or replicas % task.world == task.rank:
                 self.share.append(local)
             replicas += not form.is_shard
-            self.state_bytes += local.nbytes * (task.world if form.is_shard else 1)
+            copies = task.world if form.is_shard else 1
+            self.state_bytes += local.nbytes * copies
+            container_bytes = container.template(form.shape, local.dtype).total_bytes
+            self.image_bytes += container_bytes * copies
             parameters[form.name] = nn.Parameter(_sharded(local, mesh) if form.is_shard else local)
         self.tensors = {name: parameter.detach() for name, parameter in parameters.items()}
         # Operations on lists cannot mix DTensors and others.

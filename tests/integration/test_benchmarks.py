@@ -64,7 +64,8 @@ def test_a_workload_is_measured_beside_torch_and_the_floors(
         )  # fmt: skip
         assert 0 < min(cost.stall_s.low, cost.busy_commit_s.low, cost.commit_s.low)
         assert 0 < cost.memory_bytes.median
-    assert measured.costs["milepost"].shared_bytes.median >= measured.state_bytes
+    assert measured.costs["milepost"].shared_bytes.median >= measured.image_bytes
+    assert measured.image_bytes > measured.state_bytes
     assert 0 < measured.floors.copy_s.median
     assert "torch-thread" in ended.stdout
     assert not (tmp_path / "checkpoints").exists()
@@ -123,6 +124,7 @@ def synthetic() -> Results:
                 world=1,
                 tensors=64,
                 state_bytes=100,
+                image_bytes=110,
                 step_s=spread([0.2]),
                 floors=Floors(spread([0.1]), spread([0.3]), True),
                 bare_writer=None,
