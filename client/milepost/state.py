@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Final, NamedTuple
 
 import msgpack
@@ -246,6 +246,10 @@ def placed(by: str, global_size: Box, offsets: Box) -> str:
     return f"{by} {global_size} {offsets}"
 
 
+_SHAPE, _DTYPE, _IS_CPU = attrgetter("shape"), attrgetter("dtype"), attrgetter("is_cpu")
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")
+
+
 class _LocalPart(NamedTuple):
     """What one rank holds of a DTensor of some size, cut in some way."""
 
@@ -309,28 +313,28 @@ class _Collector:
         try:
             # What is not one dense storage has no address or no shape.
             addresses = list(map(torch.Tensor.data_ptr, values))
-            sizes = [value.shape for value in values]
+            sizes = list(map(_SHAPE, values))
         except RuntimeError:
             addresses, sizes = [0], []
-        dtypes = [value.dtype for value in values]
+        dtypes = list(map(_DTYPE, values))
         if not all(addresses) or not _DTYPE_NAMES.keys() >= set(dtypes):
             for key, value in zip(keys, values, strict=True):
                 self.add(key, value, _PLAIN)
             return
         zeros = [(0,) * dims for dims in range(max(map(len, sizes)) + 1)]
-        is_host = all(value.is_cpu for value in values)
+        is_host = all(map(_IS_CPU, values))
         items = self.items
         items.keys += keys
         items.kinds += bytes([Kind.TENSOR]) * len(keys)
         items.sources += values
         items.dtypes += dtypes
         items.global_sizes += sizes
-        items.offsets += [zeros[len(size)] for size in sizes]
+        items.offsets += map(zeros.__getitem__, map(len, sizes))
         items.sizes += sizes
         items.devices += ["cpu"] * len(keys) if is_host else [value.device.type for value in values]
         items.addresses += addresses
         items.placements += [""] * len(keys)
-        items.requires_grad += bytes([value.requires_grad for value in values])
+        items.requires_grad += bytes(map(_REQUIRES_GRAD, values))
 
     def add_dtensor_run(self, keys: Sequence[str], values: Sequence[DTensor]) -> None:
         """Add values of sort `_DTENSOR`."""
@@ -543,7 +547,7 @@ def collect(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Items:
     sorts = {cls: _sort(cls) for cls in set(map(type, values))}
     low = 0
     for sort, run in groupby(map(sorts.__getitem__, map(type, values))):
-        high = low + sum(1 for _ in run)
+        high = low + len(list(run))
         if sort is _PLAIN:
             collector.add_plain_run(keys[low:high], values[low:high])
         elif sort is _DTENSOR:
