@@ -16,9 +16,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/milepost demo
 
-# The matrix of real crashes takes minutes and a quiet machine, and has a target of its own: faults.
 test: setup
-	$(BIN)/python -m pytest tests --ignore=tests/faults
+	$(BIN)/python -m pytest tests
 
 check: setup lint type unit
 
@@ -44,6 +43,7 @@ sim: setup
 	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED)) $(if $(NODES),--nodes $(NODES)) \
 		$(if $(HOURS),--hours $(HOURS))
 
+# The real crashes alone.
 faults: setup
 	$(BIN)/python -m pytest tests/faults
 

@@ -37,7 +37,16 @@ POINTS: Final = (
 )
 """In the order in which a save meets them."""
 
-ACTIONS: Final = ("kill", "stop", "raise", "sleep", "enospc", "eio")
+_ERRNOS: Final = {
+    "enospc": errno.ENOSPC,
+    "edquot": errno.EDQUOT,
+    "eio": errno.EIO,
+    "estale": errno.ESTALE,
+}
+"""Actions that are a file system's answers: full, over its quota, broken, away for a moment. The
+last one passes, so that what it struck is tried again, with a new file."""
+
+ACTIONS: Final = ("kill", "stop", "raise", "sleep", *_ERRNOS)
 
 SLEEP_S_MAX: Final = 3600.0
 
@@ -117,7 +126,7 @@ class FaultPoints:
 
         Raises:
             InjectedFault: for `raise`.
-            OSError: ENOSPC or EIO, for `enospc` and `eio`.
+            OSError: ENOSPC, EDQUOT, EIO or ESTALE, for the actions of these names.
         """
         for fault in self._due(point, save_key, step):
             with self._held(fault, save_key):
@@ -174,7 +183,6 @@ class FaultPoints:
                 self._send_signal(os.getpid(), signal.SIGSTOP)
             case "raise":
                 raise InjectedFault("internal", f"injected at fault point {fault.point}")
-            case "enospc":
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), fault.point)
-            case "eio":
-                raise OSError(errno.EIO, os.strerror(errno.EIO), fault.point)
+            case action if action in _ERRNOS:
+                number = _ERRNOS[action]
+                raise OSError(number, os.strerror(number), fault.point)

@@ -56,6 +56,10 @@ EARLY_BYTES_MAX: Final = 64 << 20
 """What is kept of nodes that no local trainer has named yet: the offers of one large node, or the
 first words of many."""
 
+REACH_S: Final = 4.0
+"""How long a peer's address may take to be resolved and to answer a connection before a line says
+that it does not."""
+
 IDENTITY_NAME: Final = "identity"
 
 LINGER_MS: Final = 500
@@ -158,6 +162,7 @@ class Transport:
         self._sessions: zmq.asyncio.Socket | None = None
         self._inbox: zmq.asyncio.Socket | None = None
         self._peers: dict[str, tuple[NodeRef, zmq.asyncio.Socket]] = {}
+        self._reaching: set[asyncio.Task[None]] = set()
 
     # --- opening and closing
 
@@ -239,6 +244,8 @@ class Transport:
 
     def close(self) -> None:
         """Close all sockets; what is queued has LINGER_MS to get out."""
+        for task in self._reaching:
+            task.cancel()
         for _, peer in self._peers.values():
             peer.close()
         self._peers.clear()
@@ -319,8 +326,32 @@ class Transport:
             dealer.connect(node.address)
             known = (node, dealer)
             self._peers[node.node_id] = known
+            reaching = asyncio.get_running_loop().create_task(_tell_if_unreached(node))
+            self._reaching.add(reaching)
+            reaching.add_done_callback(self._reaching.discard)
         envelope = PeerEnvelope(PROTOCOL_VERSION, self.identity.node_id, self.incarnation, message)
         _post(known[1], [encode(envelope)])
+
+
+async def _tell_if_unreached(node: NodeRef) -> None:
+    """Say so if a peer's address leads nowhere, with the reason: ZeroMQ tries for ever, in silence.
+
+    One connection of its own, closed at once. The socket goes on trying; so a peer that only starts
+    late costs no more than the line.
+    """
+    host, _, port = node.address.removeprefix("tcp://").rpartition(":")
+    try:
+        async with asyncio.timeout(REACH_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        writer.close()
+    except TimeoutError:
+        cause = f"no answer within {REACH_S:g} s"
+    except (OSError, ValueError) as error:
+        cause = str(error)
+    else:
+        return
+    fields = {"peer": node.node_id, "address": node.address, "cause": cause}
+    log.warning("peer.unreached", extra={"fields": fields})
 
 
 def _post(target: zmq.asyncio.Socket, frames: list[bytes]) -> None:

@@ -13,6 +13,17 @@ import pytest
 from tests.integration.conftest import folder as folder
 from tests.integration.conftest import module_folder as module_folder
 
+TEST_S = 300
+"""What one test may take, on a busy machine and with the fixtures it is the first to ask for: only
+one that hangs meets it."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.parent == here:
+            item.add_marker(pytest.mark.timeout(TEST_S))
+
 
 @contextlib.contextmanager
 def _memory() -> Iterator[Path]:

@@ -6,21 +6,26 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from milepost import KeepLast
 from milepost.errors import CorruptCheckpoint, LoadFailed
 from milepost.storage import Root
 from milepost.tools.verify import verify
 from tests.faults.fleet import (
+    SHORT_S,
     VALUES,
     Crew,
     Fired,
     check_root,
     fired,
+    is_stopped,
     judge,
     log_lines,
     members,
     partials,
     until,
+    warm_up,
 )
 
 
@@ -29,13 +34,15 @@ def test_two_ranks_become_one_on_the_same_daemons_and_words_of_the_old_attempt_a
 ) -> None:
     root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
     # The other node's words about the abandoned save come when the new attempt has begun.
-    with members(folder, root, [[], ["before-durable:sleep:6@2"]], **places) as daemons:
+    with members(folder, folder, [[], ["before-durable:stop@2"]], **places) as daemons:
+        daemons[1].holds_stopped = True
         nodes = [member.node for member in daemons]
-        crew = Crew(root, nodes, expect_death=[0, 1], environment=places, deadline_s=8.0)
+        warm_up(folder / "before", nodes, places)
+        crew = Crew(root, nodes, expect_death=[0, 1], environment=places, deadline_s=SHORT_S)
         assert ["committed"] * 2 == [told["phase"] for told in crew.all("save", step=1)]
         crew.tell(1, "begin", step=2)
         crew.hear(1)
-        until(lambda: bool(fired(nodes[1])), "one rank's image is staged, its word is held")
+        until(lambda: is_stopped(daemons[1].pid), "one rank's image is staged, its word is held")
         for rank in (0, 1):
             crew.tell(rank, "die")
         crew.dismiss()
@@ -43,7 +50,8 @@ def test_two_ranks_become_one_on_the_same_daemons_and_words_of_the_old_attempt_a
         whole = 2 * VALUES
         assert [1] == one.all("load", values=whole)
         assert ["committed"] == [told["phase"] for told in one.all("save", step=2, values=whole)]
-        assert not nodes[1].status()["saves"] or "before-durable" in str(nodes[1].status())
+        assert is_stopped(daemons[1].pid)
+        daemons[1].holds_stopped = False
 
         def dropped() -> bool:
             return any(
@@ -54,7 +62,7 @@ def test_two_ranks_become_one_on_the_same_daemons_and_words_of_the_old_attempt_a
         until(dropped, "the late word is dropped, with a line")
         assert ["committed"] == [told["phase"] for told in one.all("save", step=3, values=whole)]
         one.dismiss()
-        assert [Fired("before-durable", "sleep", 2)] == fired(nodes[1])
+        assert [Fired("before-durable", "stop", 2)] == fired(nodes[1])
         until(lambda: not nodes[1].status()["saves"], "the old save has ended at the other node")
         until(lambda: not partials(root), "and left nothing")
         assert ["step_1", "step_2", "step_3"] == check_root(root)
@@ -125,7 +133,7 @@ def test_with_one_checkpoint_kept_there_is_one_to_load_at_every_instant(
             crew.tell(rank, "finish", step=3)
             crew.tell(rank, "save", step=4)
         seen: list[list[str]] = []
-        until_s = time.monotonic() + 30
+        until_s = time.monotonic() + 90
         while len(fired(nodes[0])) < len(faults) or loadable(root) != ["step_4"]:
             assert time.monotonic() < until_s, seen[-5:]
             # One that a newer one replaced while it was looked at says nothing: look again.
@@ -140,4 +148,37 @@ def test_with_one_checkpoint_kept_there_is_one_to_load_at_every_instant(
         crew.dismiss()
         until(lambda: not partials(root), "nothing is left over")
     assert ["step_4"] == check_root(root)
+    judge(root, ["latest"])
+
+
+@pytest.mark.parametrize("point", ["before-publish", "after-publish"])
+def test_a_save_that_newer_ones_overtake_moves_neither_latest_back_nor_is_kept(
+    folder: Path, shm: Path, point: str
+) -> None:
+    root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
+    with members(folder, root, [[f"{point}:sleep:2@2"], []], **places) as daemons:
+        nodes = [member.node for member in daemons]
+        crew = Crew(root, nodes, environment=places, keep=KeepLast(1), slots=3)
+        crew.all("save", step=1)
+        for step in (2, 3):
+            crew.all("begin", step=step)
+        for rank in (0, 1):
+            crew.tell(rank, "finish", step=2)
+            crew.tell(rank, "finish", step=3)
+        seen: list[str] = []
+        until_s = time.monotonic() + 90
+        while not seen or seen[-1] != "step_3" or loadable(root) != ["step_3"]:
+            assert time.monotonic() < until_s, (seen[-5:], loadable(root))
+            seen.append(os.readlink(root / "latest"))
+            assert (root / seen[-1] / ".metadata").exists() or seen[-1] != os.readlink(
+                root / "latest"
+            ), f"latest names {seen[-1]}, which is gone"
+        for _ in (2, 3):
+            assert ["committed"] * 2 == [crew.hear(rank)["phase"] for rank in (0, 1)]
+        assert seen == sorted(seen), "latest went back"
+        assert [Fired(point, "sleep", 2)] == fired(nodes[0])
+        assert "step_3" == os.readlink(root / "latest")
+        crew.dismiss()
+        until(lambda: not partials(root), "nothing is left over")
+        assert ["step_3"] == check_root(root)
     judge(root, ["latest"])

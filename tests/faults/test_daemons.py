@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.faults.fleet import (
+    SHORT_S,
     Crew,
     Fired,
     Member,
@@ -26,17 +27,24 @@ from tests.faults.fleet import (
     partials,
     resources,
     until,
+    warm_up,
 )
 from tests.integration.cluster import await_answer, start_node
 
+SILENCE_S = 4.0
+"""Four heartbeats: a daemon that is only slow answers one of them."""
+
+RESTORE_S = 3.0
+
 LIMITS = {
-    "milepost.connection:SILENCE_S": 2.0,
+    "milepost.connection:SILENCE_S": SILENCE_S,
     "milepost.session:START_S": 1.0,
-    "milepost.session:RESTORE_S": 3.0,
+    "milepost.session:RESTORE_S": RESTORE_S,
 }
 """The client's own limits, shortened: what is told is that they hold, in their order."""
 
-DEADLINE_S = 3.0
+CLOSING_S = 30.0
+"""What `close()` may take beyond a save's deadline."""
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -46,15 +54,15 @@ def test_a_daemon_that_is_stopped_is_noticed_training_goes_on_and_every_handle_e
     root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
     faults: list[list[str]] = [[], []]
     faults[stopped] = ["after-staged:stop@2"]
-    with members(folder, root, faults, **places) as daemons:
+    with members(folder, folder, faults, **places) as daemons:
         daemons[stopped].holds_stopped = True
         nodes = [member.node for member in daemons]
-        crew = Crew(root, nodes, environment=places, deadline_s=DEADLINE_S, limits=LIMITS)
-        crew.all("save", step=1)
-        assert max(crew.all("begin", step=2)) < 1, "save() does not wait for its daemon"
+        warm_up(folder / "before", nodes, places)
+        crew = Crew(root, nodes, environment=places, deadline_s=SHORT_S, limits=LIMITS)
+        assert ["committed"] * 2 == [told["phase"] for told in crew.all("save", step=1)]
+        assert max(crew.all("begin", step=2)) < SILENCE_S, "save() does not wait for its daemon"
         until(lambda: bool(fired(nodes[stopped])), "the daemon is stopped")
         assert [2 * sum(range(50))] * 2 == crew.all("train", rounds=50)
-        started_s = time.monotonic()
         told = crew.all("finish", step=2)
         # Its own trainer sees it first, and cannot know what it will do when it goes on; the other
         # node sees the silence of a peer.
@@ -63,13 +71,10 @@ def test_a_daemon_that_is_stopped_is_noticed_training_goes_on_and_every_handle_e
         assert f"rank {stopped}" in own["message"]
         assert "failed" == other["phase"]
         assert other["code"] in ("node-missing", "timeout")
-        # The deadline, then the grace for the coordinator's word, then the directory's answer.
-        assert time.monotonic() - started_s < DEADLINE_S + 15 + 5
-        # Looked for as long as LIMITS say, and a last hello's time.
+        # Both in bounded time: `finish` has a limit, far beyond a deadline and its graces.
         crew.tell(stopped, "begin", step=3)
-        assert crew.hear(stopped) < 3 + 2 + 3
-        limit_s = DEADLINE_S + 30
-        assert max(crew.all("close_now", timeout_s=limit_s + 5)) < limit_s
+        assert crew.hear(stopped) < 10 * RESTORE_S, "it is looked for as long as LIMITS say"
+        assert max(crew.all("close_now")) < SHORT_S + CLOSING_S
         crew.dismiss()
         assert ["step_1"] == check_root(root)
         daemons[stopped].holds_stopped = False
@@ -101,7 +106,7 @@ def test_a_save_that_its_daemon_may_still_commit_is_called_unknown_and_never_fai
         own = crew.hear(0)
         assert [Fired("before-publish", "stop", 2)] == fired(daemons[0].node)
         assert ("outcome-unknown", "outcome-unknown") == (own["phase"], own["code"])
-        assert "has been away for 3 s" in own["message"]
+        assert f"has been away for {RESTORE_S:g} s" in own["message"]
         assert ["step_1"] == check_root(root)
         daemons[0].holds_stopped = False
         crew.tell(1, "finish", step=2)
@@ -157,7 +162,7 @@ def test_a_second_sigterm_ends_the_daemon_at_once_and_the_next_one_finishes_its_
             time.sleep(0.5)
             assert nodes[0].process.poll() is None, "the first one waits for the save"
             nodes[0].process.send_signal(signal.SIGTERM)
-            assert 0 == nodes[0].process.wait(5)
+            assert 0 == nodes[0].process.wait(30)
             assert [] == check_root(root), "nothing looks like a checkpoint"
             nodes.append(start_node(folder / "n0", root, flags, **places))
             assert ["committed"] == [told["phase"] for told in crew.all("finish", step=1)]

@@ -38,12 +38,15 @@ ON_THE_RANK: Final = ("after-staged", "mid-write", "after-write")
 PUBLISHED: Final = ("after-publish", "before-committed")
 """Points after the rename: it is a checkpoint, whatever fails."""
 
-CODES: Final = {"raise": "internal", "enospc": "no-space", "eio": "io-error"}
+CODES: Final = {
+    "raise": "internal", "enospc": "no-space", "edquot": "quota", "eio": "io-error",
+}  # fmt: skip
 """What an action that fails is called."""
 
 REASONS: Final = {
     "raise": "injected at fault point",
     "enospc": "no space left on device",
+    "edquot": "disk quota exceeded",
     "eio": "input/output error",
 }
 
@@ -66,7 +69,7 @@ class Case(NamedTuple):
 
 def _cases() -> list[Case]:
     cases: list[Case] = []
-    for action in ("kill", "eio", "enospc", "raise", "sleep", "stop"):
+    for action in ("kill", "eio", "enospc", "edquot", "raise", "sleep", "stop"):
         for point in POINTS:
             for node in (0, 1) if point in ON_EVERY_NODE else (0,):
                 cases.append(Case(point, action, node, 10 * (len(cases) + 1)))
@@ -111,7 +114,6 @@ def yard(module_folder: Path, module_shm: Path) -> Iterator[Yard]:
             root,
             [member.node for member in daemons],
             environment={"MILEPOST_SHM_DIR": str(module_shm)},
-            deadline_s=40.0,
         )
         crew.all("prepare")
         assert ["", ""] == [told["code"] for told in crew.all("save", step=1)]
@@ -164,7 +166,7 @@ def test_a_fault_ends_in_a_checkpoint_or_in_one_reason_for_all(yard: Yard, case:
     assert [("committed", "")] * 2 == [(each["phase"], each["message"]) for each in after]
     names.append(f"step_{case.step + 1}")
     assert set(names) <= set(check_root(root, yard.verified)) | yard.verified
-    until(lambda: not partials(root), f"nothing is left over, but there is {partials(root)}", 10)
+    until(lambda: not partials(root), f"nothing is left over, but there is {partials(root)}")
     assert names[-1] == os.readlink(root / "latest")
     assert [True, True] == [os.path.exists(path) for path in (root / names[-1], root / "latest")]
     assert 2 == len(os.listdir(yard.shm)), "one arena a rank"
@@ -192,7 +194,7 @@ def test_faults_on_both_nodes_in_one_save_have_one_end_and_the_next_save_commits
     assert told[0]["phase"] == ("failed" if any("eio" in hit for hit in hits) else "committed")
     after = yard.crew.all("save", step=step + 1)
     assert [("committed", "")] * 2 == [(each["phase"], each["message"]) for each in after]
-    until(lambda: not partials(root), f"nothing is left over, but there is {partials(root)}", 10)
+    until(lambda: not partials(root), f"nothing is left over, but there is {partials(root)}")
     check_root(root, yard.verified)
     assert f"step_{step + 1}" == os.readlink(root / "latest")
     assert 2 == len(os.listdir(yard.shm))

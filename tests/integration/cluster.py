@@ -52,14 +52,14 @@ class Node:
     def status(self) -> dict[str, Any]:
         from milepost.connection import fetch_status
 
-        return fetch_status(self.run_dir, 10)
+        return fetch_status(self.run_dir, 30)
 
     def stop(self) -> int:
         """End the daemon as a service manager would; return its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(20)
+            return self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(5)
@@ -122,7 +122,7 @@ def start_node(
     return Node(run_dir, process, log)
 
 
-def await_answer(node: Node, timeout_s: float = 20.0) -> None:
+def await_answer(node: Node, timeout_s: float = 60.0) -> None:
     """Return once the daemon answers."""
     until_s = time.monotonic() + timeout_s
     while True:

@@ -74,7 +74,15 @@ def test_a_fault_with_a_step_leaves_the_saves_of_other_steps_alone() -> None:
         points.at_blocking("mid-write", "c", 7)
 
 
-@pytest.mark.parametrize(("action", "number"), [("enospc", errno.ENOSPC), ("eio", errno.EIO)])
+@pytest.mark.parametrize(
+    ("action", "number"),
+    [
+        ("enospc", errno.ENOSPC),
+        ("edquot", errno.EDQUOT),
+        ("eio", errno.EIO),
+        ("estale", errno.ESTALE),
+    ],
+)
 def test_a_disk_s_faults_look_like_the_disk_s(action: str, number: int) -> None:
     points = FaultPoints(parse_faults(f"mid-write:{action}"))
     with pytest.raises(OSError, match="mid-write") as caught:

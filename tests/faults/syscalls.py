@@ -1,0 +1,113 @@
+"""What the kernel says to a process, changed from outside: errors, delays and a killing signal at
+single system calls, put in by strace while it is attached.
+
+So a fault strikes where no fault point stands: one call, of one path, of a daemon or of its
+planner's process, for as long as a test wants it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import psutil
+import pytest
+
+ATTACH_S: Final = 30.0
+
+needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+
+
+class Injection:
+    """An strace that is attached, and what it has written so far."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+
+    def calls(self) -> list[str]:
+        """Return the traced calls, each a line without its thread's number."""
+        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+        return [line.partition(" ")[2].strip() for line in lines]
+
+    def has_struck(self) -> bool:
+        """Whether a call was changed, delayed or answered by a signal."""
+        return any(mark in line for line in self.calls() for mark in ("(INJECTED)", "(DELAYED)"))
+
+
+@contextlib.contextmanager
+def injecting(
+    pids: Sequence[int],
+    calls: str,
+    what: str,
+    *,
+    log: Path,
+    paths: Sequence[Path] = (),
+    also_traced: str = "",
+) -> Iterator[Injection]:
+    """Change what system calls of running processes, all threads of them, do.
+
+    Args:
+        pids: of processes that run.
+        calls: names, as strace takes them: `fsync`, `/^rename`.
+        what: `error=EIO`, `delay_enter=5s`, `signal=KILL:when=2`; `when` counts by thread.
+        log: where the trace goes.
+        paths: only calls with one of these paths, as an argument or behind a descriptor.
+        also_traced: more calls to see.
+
+    Skips the test where processes may not be traced.
+    """
+    command = ["strace", "-f", "-y", "-s", "256", "-o", str(log),
+               "-e", f"trace={calls}{',' if also_traced else ''}{also_traced}",
+               "-e", f"inject={calls}:{what}"]  # fmt: skip
+    for path in paths:
+        command += ["-P", str(path)]
+    for pid in pids:
+        command += ["-p", str(pid)]
+    tracer = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        until_s = time.monotonic() + ATTACH_S
+        while not all(_is_traced(pid, tracer.pid) for pid in pids):
+            if tracer.poll() is not None:
+                assert tracer.stderr is not None
+                told = tracer.stderr.read()
+                if "not permitted" in told:
+                    pytest.skip("processes may not be traced here")
+                raise AssertionError(f"strace has ended: {told}")
+            assert time.monotonic() < until_s, f"strace does not attach to {pids}"
+            time.sleep(0.02)
+        yield Injection(log)
+    finally:
+        # It lets go of what it traces, and ends.
+        tracer.send_signal(signal.SIGINT)
+        try:
+            tracer.wait(ATTACH_S)
+        except subprocess.TimeoutExpired:
+            tracer.kill()
+            tracer.wait(5)
+        if tracer.stderr is not None:
+            tracer.stderr.close()
+
+
+def _is_traced(pid: int, tracer: int) -> bool:
+    try:
+        tasks = [
+            Path(f"/proc/{pid}/task/{task}/status") for task in os.listdir(f"/proc/{pid}/task")
+        ]
+        return all(f"\nTracerPid:\t{tracer}\n" in task.read_text() for task in tasks)
+    except OSError:
+        return False
+
+
+def planner_of(daemon: int) -> int:
+    """Return the pid of a daemon's planner, which writes the manifest and `.metadata`."""
+    for child in psutil.Process(daemon).children():
+        if "planner_child" in " ".join(child.cmdline()):
+            return child.pid
+    raise AssertionError(f"daemon {daemon} has no planner")
