@@ -363,6 +363,15 @@ class Outcome(Message, frozen=True):
     layout_valid: bool = True
 
 
+class WordWanted(Message, frozen=True):
+    """Coordinator to node: the save waits for you; fail it if a local rank is gone. Node to
+    coordinator: the save is open here and waits for local ranks; ask the others. Repeated while
+    that is so.
+    """
+
+    save: SaveRef
+
+
 class RankReads(msgspec.Struct, frozen=True):
     """How often one rank has read `preempted`."""
 
@@ -423,7 +432,7 @@ DaemonMessage: TypeAlias = (
     | Left
     | StatusIs
 )
-SaveMessage: TypeAlias = Gathered | Planned | Prepared | Fail | Outcome
+SaveMessage: TypeAlias = Gathered | Planned | Prepared | Fail | Outcome | WordWanted
 PreemptionMessage: TypeAlias = PreemptionSaid | PreemptionAsked | PreemptionDecided
 PeerMessage: TypeAlias = SaveMessage | PreemptionMessage
 

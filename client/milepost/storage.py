@@ -35,12 +35,11 @@ import msgpack
 import msgspec
 
 from milepost.errors import CorruptCheckpoint, Rejected, SaveFailed, StorageError, UsageError
+from milepost.format.heading import Heading, order_of, read_heading
 from milepost.format.layout import PAGE_BYTES
 from milepost.format.manifest import (
     FRAGMENT_PREFIX,
-    MANIFEST_NAME,
     Manifest,
-    decode_manifest,
     read_manifest,
 )
 
@@ -68,6 +67,11 @@ the device at once.
 NAME_BYTES_MAX: Final = 200
 """Longest checkpoint name: with save id and suffix it must stay below the 255 bytes of a path
 component.
+"""
+
+DRAFT_S_MAX: Final = 3600.0
+"""Age from which a file that was to get its name by a rename is taken for left behind: it is a few
+KiB, and clocks differ.
 """
 
 _TEMP_PREFIX: Final = ".tmp-"
@@ -156,53 +160,6 @@ def check_name(name: str) -> str:
     return name
 
 
-class _Heading(msgspec.Struct, frozen=True):
-    """The few fields at a manifest's beginning that order checkpoints; empty where there is no
-    manifest.
-    """
-
-    save_id: str = ""
-    step: int = -1
-
-
-_HEAD_BYTES: Final = 16 << 10
-
-
-def _heading(checkpoint: Path) -> _Heading:
-    """Read save id and step without the columns, of which a large manifest has many MB.
-
-    Falls back to the whole manifest where the fields are not among its first. Raises
-    CorruptCheckpoint, OSError.
-    """
-    try:
-        with (checkpoint / MANIFEST_NAME).open("rb") as file:
-            data = file.read(_HEAD_BYTES)
-            found: dict[str, object] = {}
-            unpacker = msgpack.Unpacker()
-            unpacker.feed(data)
-            try:
-                for _ in range(unpacker.read_map_header()):
-                    key = unpacker.unpack()
-                    found[key] = unpacker.unpack()
-                    if "save_id" in found and "step" in found:
-                        return msgspec.convert(found, _Heading)
-            except (ValueError, TypeError, msgpack.UnpackException, msgspec.ValidationError):
-                pass  # Torn, in another order, or damaged: the full decoder tells which.
-            manifest = decode_manifest(data + file.read())
-    except FileNotFoundError:
-        return _Heading()
-    return _Heading(manifest.save_id, manifest.step)
-
-
-def _order(save_id: str, step: int) -> tuple[int, int, int]:
-    attempt, _, count = save_id.partition("-")
-    return (
-        int(attempt) if attempt.isdecimal() else 0,
-        step,
-        int(count) if count.isdecimal() else 0,
-    )
-
-
 @dataclass(frozen=True)
 class CheckpointEntry:
     """One committed checkpoint below a root."""
@@ -267,6 +224,11 @@ class Root:
             self._partial.mkdir(exist_ok=True)
             self._run.mkdir(exist_ok=True)
             _sync_directory(self.path)
+            for draft in self._run.glob(f"{_TEMP_PREFIX}*"):
+                # Its writer was killed: others take milliseconds.
+                with suppress(FileNotFoundError):
+                    if time.time() - draft.stat().st_mtime > DRAFT_S_MAX:
+                        _unlink(draft)
             for intent in self._run.glob("replace-*"):
                 replacement = self._replacement(intent)
                 if replacement is not None:
@@ -469,8 +431,8 @@ class Root:
         aside = None
         with _reported("publish", final):
             try:
-                _tidy(source)
                 os.stat(source / METADATA_NAME)
+                _tidy(source)
                 _sync_directory(source)
                 if save.overwrite:
                     aside = self._put_aside(save)
@@ -512,16 +474,40 @@ class Root:
     def advance_latest(self, save: SaveRef) -> bool:
         """Let `latest` point at the published save, unless it points at a newer one; say which.
 
-        Newer by (attempt, step): a save that was slower than its successor must not move it back.
+        Newer by (attempt, step): a save that was slower than its successor must not move it back,
+        also if it was held up between looking and moving.
         """
+        if not self._is_published(save):
+            return False  # Retention was quicker.
+        target, order = save.name, order_of(save.save_id, save.step)
+        seen = self._folders()
         name = self.latest_target()
         if name is not None and name != save.name:
             with _reported("read", self.path / name):
-                there = _heading(self.path / name)
-            if _order(there.save_id, there.step) > _order(save.save_id, save.step):
+                there = read_heading(self.path / name)
+            if order_of(there.save_id, there.step) > order:
                 return False
-        self.move_latest(save.name)
-        return True
+        while True:
+            self.move_latest(target)
+            newer: list[tuple[tuple[int, int, int], str]] = []
+            found = self._folders()
+            for name, _ in found - seen:
+                with suppress(CorruptCheckpoint, OSError):
+                    there = read_heading(self.path / name)
+                    newer.append((order_of(there.save_id, there.step), name))
+            if max(newer, default=(order, target))[0] <= order:
+                return target == save.name
+            # Published while this call was held up: `latest` may have been there already.
+            (order, target), seen = max(newer), found
+
+    def _folders(self) -> set[tuple[str, int]]:
+        """Names and inodes of what may be a checkpoint: a replaced one has another inode."""
+        with _reported("list", self.path):
+            return {
+                (entry.name, entry.inode())
+                for entry in os.scandir(self.path)
+                if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+            }
 
     def give_up(self, save: SaveRef) -> str:
         """End the save unless it was published, and say which it was: safe to repeat, and from any
@@ -565,6 +551,21 @@ class Root:
         # A node that made the directory before it could see ours is caught by the second rename.
         return self.give_up(save)
 
+    def is_unpublished(self, save: SaveRef, *, was_begun: bool) -> bool:
+        """Whether the save, which could not be moved, can be published by the caller only.
+
+        For the one who alone publishes, if none of its renames may still take effect: its files are
+        where they were (or nowhere, unless it `was_begun`), and no intent to replace would have
+        `prepare` roll them forward. Raises StorageError.
+        """
+        with _reported("look for", self.save_dir(save)):
+            replacement = self._replacement(self._intent(save.name))
+            return (
+                (self.save_dir(save).is_dir() or not was_begun)
+                and not self._is_published(save)
+                and (replacement is None or replacement.save_id != save.save_id)
+            )
+
     def discard(self, save: SaveRef) -> None:
         """Delete what the ended save left under `.partial`: its given-up files, and the checkpoint
         it replaced. What somebody was killed deleting goes, too.
@@ -593,15 +594,15 @@ class Root:
                 if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
                     continue
                 try:
-                    heading = _heading(path)
+                    heading = read_heading(path)
                 except CorruptCheckpoint:
-                    heading = _Heading()
+                    heading = Heading()
                 if not (path / METADATA_NAME).exists():
                     continue  # Asked last, since it may be deleted at this moment.
                 step = heading.step
                 if step < 0 and (match := _STEP_NAME.fullmatch(entry.name)):
                     step = int(match[1])
-                order = _order(heading.save_id, step)
+                order = order_of(heading.save_id, step)
                 found.append(CheckpointEntry(entry.name, path, step, heading.save_id, order))
         return sorted(found, key=lambda each: (each.order, each.name), reverse=True)
 
@@ -652,7 +653,7 @@ class Root:
 
     def _is_published(self, save: SaveRef) -> bool:
         try:
-            return _heading(self.path / save.name).save_id == save.save_id
+            return read_heading(self.path / save.name).save_id == save.save_id
         except (CorruptCheckpoint, NotADirectoryError):
             return False
 
@@ -708,7 +709,7 @@ class Root:
         if final.is_symlink() or not final.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         try:
-            old_id = _heading(final).save_id
+            old_id = read_heading(final).save_id
         except CorruptCheckpoint:
             old_id = ""
         if old_id == save.save_id:

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from milepost.errors import MilepostError, UsageError
-from milepostd.config import FLAGS, load_settings
-from milepostd.logs import setup
+from milepostd.config import FLAGS, Settings, load_settings
+from milepostd.logs import emit, setup
 from milepostd.placement import Place
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -26,6 +26,32 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"milepostd {importlib.metadata.version('milepost')}")
         raise typer.Exit
+
+
+def check_directories(settings: Settings) -> None:
+    """Make the run directory; warn of roots that are missing, since a daemon may start before
+    their file system is mounted.
+
+    Raises UsageError: the run directory cannot be made or written to, or a root is a file.
+    """
+    run_dir = settings.run_dir
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        reason = "" if os.access(run_dir, os.W_OK | os.X_OK) else "it cannot be written to"
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+    if reason:
+        raise UsageError(
+            "usage", f"run directory {run_dir}: {reason}", "name a directory of yours: --run-dir"
+        )
+    for root in settings.roots:
+        if root.exists() and not root.is_dir():
+            raise UsageError("usage", f"root {root} is a file", "name a directory: --root")
+        if not root.exists():
+            emit(
+                "warning", "root.missing", root=str(root),
+                hint="is its file system mounted? saves make the directory, wherever it then lies",
+            )  # fmt: skip
 
 
 @app.command()
@@ -118,6 +144,7 @@ def milepostd(
     }
     settings = load_settings(flags, os.environ, config)
     setup(settings.log_format, settings.log_level)
+    check_directories(settings)
     place = Place(
         nice=settings.nice,
         io_class=settings.io_class,

@@ -19,6 +19,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -137,6 +138,9 @@ RETRY_S_MIN: Final = 0.1
 RETRY_S_MAX: Final = 10.0
 """First and longest pause before a file operation is tried again: a hiccup of a mount is over in a
 moment, a failover takes some seconds."""
+
+FOLLOW_PAUSES_S: Final = (0.1, 1.0, 10.0, 60.0, 300.0)
+"""How long to wait before each further try to let `latest` name what was committed."""
 
 FILE_THREADS: Final = 4
 """Threads for fragments, renames and deletions, apart from the image writers, so that one hung
@@ -793,7 +797,16 @@ class Runtime:
             cause = cause_of(error, node=self.node_ref.node_id)
             emit("warning", "latest.unmoved", job=save.job, save=save.save_id, step=save.step,
                  code=cause.code, cause=cause.message)  # fmt: skip
+            self._spawn(self._follow(root, save))
         return Published(save=save, path=str(path), at_ms=at_ms)
+
+    async def _follow(self, root: Root, save: SaveRef) -> None:
+        """Let `latest` follow a checkpoint as soon as storage allows; the next commit does, too."""
+        for pause_s in FOLLOW_PAUSES_S:
+            await asyncio.sleep(pause_s)
+            with suppress(Exception):  # the first failure has been told
+                await self._in_files(partial(root.advance_latest, save))
+                return
 
     async def _give_up(self, command: GiveUp) -> AnyEvent:
         save, root = command.save, Root(command.root)
@@ -809,6 +822,15 @@ class Runtime:
             emit("error", "save.unresolved", job=save.job, save=save.save_id, step=save.step,
                  code=cause.code, cause=cause.message)  # fmt: skip
             found = "unknown"
+            with suppress(Exception):  # the first failure has been told
+                if (
+                    command.is_coordinator
+                    and not command.may_take_effect
+                    and await self._in_files(
+                        partial(root.is_unpublished, save, was_begun=command.was_prepared)
+                    )
+                ):
+                    found = "aborted"
         return OutcomeFound(save=save, outcome=found, path=str(root.path / save.name))
 
     async def _discard(self, command: Discard) -> AnyEvent:

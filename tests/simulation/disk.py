@@ -523,14 +523,14 @@ class Root:
                 if isinstance(manifest, File) and isinstance(manifest.content, Manifest)
                 else None
             )
+            yield "stat"
+            if METADATA not in source.entries:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             for name in list(source.entries):
                 is_late = listed is not None and name.endswith(".distcp") and name not in listed
                 if name.startswith((FRAGMENT, TEMP)) or is_late:
                     yield "unlink"
                     disk.unlink(self.owner, source, name)
-            yield "stat"
-            if METADATA not in source.entries:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             yield from self._sync(source)
             if save.overwrite:
                 aside = yield from self._put_aside(save)
@@ -560,15 +560,35 @@ class Root:
 
     def _advance_latest(self, save: SaveRef) -> Calls[None]:
         disk = self.disk
+        yield "open"
+        if not self._is_published(save):
+            return
+        target = save.name
+        order = (self._attempt(save.save_id)[0], save.step, self._attempt(save.save_id)[1])
+        seen = set(map(id, disk.root.entries.values()))
         yield "readlink"
         name = self.latest_target()
-        if name is not None and name != save.name:
-            there = self.order(disk.root.entries.get(name))
-            if there > (self._attempt(save.save_id)[0], save.step, self._attempt(save.save_id)[1]):
+        is_other = name is not None and name != save.name
+        if is_other and self.order(disk.root.entries.get(str(name))) > order:
+            return
+        while True:
+            yield from self._move_latest(target)
+            yield "listdir"
+            found = dict(disk.root.entries)
+            newer = [
+                (self.order(inode), name)
+                for name, inode in found.items()
+                if isinstance(inode, Folder) and not name.startswith(".") and id(inode) not in seen
+            ]
+            if max(newer, default=(order, target))[0] <= order:
                 return
+            (order, target), seen = max(newer), set(map(id, found.values()))
+
+    def _move_latest(self, name: str) -> Calls[None]:
+        disk = self.disk
         temp = f"{LATEST}.{self._token()}"
         yield "symlink"
-        link = File(save.name, is_synced=True, is_link=True)
+        link = File(name, is_synced=True, is_link=True)
         disk.change(self.owner, link, None, (disk.partial, temp))
         try:
             yield "rename"
@@ -606,6 +626,18 @@ class Root:
     def _make_aborted(self, save: SaveRef) -> Calls[None]:
         yield "mkdir"
         self.disk.make_folder(self.owner, self.disk.partial, self._aborted_of(save))
+
+    def is_unpublished(self, save: SaveRef, *, was_begun: bool) -> Calls[bool]:
+        return (yield from reported("look for", self.path, self._is_unpublished(save, was_begun)))
+
+    def _is_unpublished(self, save: SaveRef, was_begun: bool) -> Calls[bool]:
+        yield "stat"
+        intent = self._replacement(save.name)
+        return (
+            (self.source_of(save) in self.disk.partial.entries or not was_begun)
+            and not self._is_published(save)
+            and (intent is None or intent.save_id != save.save_id)
+        )
 
     def discard(self, save: SaveRef) -> Calls[None]:
         yield from reported("discard", self.path, self._discard(save))

@@ -103,7 +103,12 @@ def _picture(node: Node) -> str:
         if name not in ("job", "opened_at_ns", "at_ms", "message")
     ]
     jobs = [(job.seats, job.attempt, job.is_journalled) for job in node.jobs.values()]
-    rest = (sorted(node.open_sessions), sorted(node.sessions), node.housekeeping, list(node.early))
+    rest = (
+        sorted(node.open_sessions),
+        sorted(node.sessions),
+        node.housekeeping,
+        list(node.early.kept),
+    )
     return repr((node.node_id, roles, jobs, rest))
 
 

@@ -79,6 +79,7 @@ from milepostd.core.events import (
     TimerFired,
 )
 from milepostd.core.node import Node, NodeSettings
+from milepostd.runtime import FOLLOW_PAUSES_S
 from tests.simulation.disk import Image, Root
 from tests.simulation.world import SECOND_NS, Life, Sleep, Steps, World
 
@@ -379,7 +380,17 @@ class Daemon(Life):
             yield from root.advance_latest(save)
         except (MilepostError, OSError):
             self.machine.oracle.note_unmoved()
+            self.world.spawn(self, self._follow(root, save))
         return Published(save=save, path=path, at_ms=self.world.now_ns // 1_000_000)
+
+    def _follow(self, root: Root, save: SaveRef) -> Steps:
+        for pause_s in FOLLOW_PAUSES_S:
+            yield Sleep(pause_s)
+            try:
+                yield from root.advance_latest(save)
+            except (MilepostError, OSError):
+                continue
+            return
 
     def give_up(self, command: GiveUp) -> Steps:
         save, root = command.save, self.root(command.root)
@@ -391,6 +402,14 @@ class Daemon(Life):
                 yield from root.advance_latest(save)
         except (MilepostError, OSError):
             found = "unknown"
+            try:
+                if command.is_coordinator and not command.may_take_effect:
+                    is_free = yield from root.is_unpublished(save, was_begun=command.was_prepared)
+                    found = "aborted" if is_free else "unknown"
+            except (MilepostError, OSError):
+                pass  # The first failure has been told.
+            if found == "aborted":
+                self.machine.oracle.mark("given up unmoved")
         return OutcomeFound(save=save, outcome=found, path=f"{command.root}/{save.name}")
 
     def discard(self, command: Discard) -> Steps:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from milepost.format.manifest import MANIFEST_NAME, Manifest, encode
@@ -46,3 +48,57 @@ def test_latest_heals_if_what_it_named_is_gone(root: Root) -> None:
     assert root.latest_target() is None
     assert root.advance_latest(publish(root, "1-1", 3))
     assert "step_3" == root.latest()
+
+
+def test_a_mover_that_was_held_up_does_not_move_latest_back(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = publish(root, "1-5", 50)
+    move = Root.move_latest
+
+    def held_up(self: Root, name: str) -> None:
+        monkeypatch.setattr(Root, "move_latest", move)
+        assert self.advance_latest(publish(root, "1-6", 60))
+        move(self, name)
+
+    monkeypatch.setattr(Root, "move_latest", held_up)
+    assert not root.advance_latest(earlier)
+    assert "step_60" == root.latest_target()
+
+
+def test_latest_is_not_moved_to_what_retention_has_removed(root: Root) -> None:
+    gone = publish(root, "1-5", 50)
+    root.advance_latest(publish(root, "1-6", 60))
+    root.remove_checkpoint(gone.name)
+    root.remove_checkpoint("step_60")
+    assert not root.advance_latest(gone)
+    assert root.latest_target() is None
+
+
+def test_what_could_not_be_moved_is_unpublished_only_where_it_was_and_without_an_intent(
+    root: Root,
+) -> None:
+    save = SaveRef(job="j", save_id="1-7", step=70, name="step_70", overwrite=True)
+    assert not root.is_unpublished(save, was_begun=True)
+    assert root.is_unpublished(save, was_begun=False)
+    folder = root.open_save(save)
+    assert root.is_unpublished(save, was_begun=True)
+    intent = root.run_path / "replace-step_70"
+    intent.write_bytes(msgpack.packb({"name": "step_70", "save_id": "1-7", "aside": "x"}))
+    assert not root.is_unpublished(save, was_begun=False)
+    intent.unlink()
+    folder.rename(root.path / "step_70")
+    assert not root.is_unpublished(save, was_begun=True)
+
+
+def test_an_old_draft_is_swept_and_a_fresh_one_stays(root: Root) -> None:
+    old, fresh = (root.run_path / f".tmp-{name}" for name in ("old", "fresh"))
+    link = root.path / ".partial" / "latest.0123"
+    for draft in (old, fresh):
+        draft.write_bytes(b"")
+    link.symlink_to("step_1")
+    os.utime(old, (1.0, 1.0))
+    root.prepare()
+    assert not old.exists()
+    assert fresh.exists()
+    assert not link.is_symlink()

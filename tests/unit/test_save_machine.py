@@ -36,9 +36,11 @@ from milepost.protocol import (
     RankReport,
     SlotFreed,
     Staged,
+    WordWanted,
     WrittenFile,
     encode,
 )
+from milepostd.core.causes import named
 from milepostd.core.commands import (
     BuildIndex,
     Discard,
@@ -52,13 +54,13 @@ from milepostd.core.commands import (
 from milepostd.core.events import FileDurable, FileFailed, PeerSaid, PlanMade, RankSaid, SessionLost
 from milepostd.core.phases import COORDINATOR, PARTICIPANT, Phase, Trigger
 from milepostd.core.save import (
+    PEER_LOST_S,
     RESEND_S,
     RESOLVE_GRACE_S,
     VERDICT_GRACE_S,
     Coordination,
     Participation,
     _Role,
-    named,
 )
 
 SAVE = save_ref(1)
@@ -353,12 +355,34 @@ def test_a_rank_lost_before_it_staged_fails_the_save_everywhere_by_name(lost: in
     world.run()
     for rank in {0, 1, 2} - {lost}:
         cause = world.cause(rank, SAVE)
-        if world.node_of(lost) != "B":
-            assert ("rank-missing", lost, "A") == (cause.code, cause.rank, cause.node)
-            assert f"rank {lost} (pid {1000 + lost}) was lost" in cause.message
-        else:
-            # Nobody of its node had spoken: only the coordinator's deadline can tell.
-            assert ("node-missing", "B") == (cause.code, cause.node)
+        assert ("rank-missing", lost, world.node_of(lost)) == (cause.code, cause.rank, cause.node)
+        assert f"rank {lost} (pid {1000 + lost}) was lost" in cause.message
+    assert world.now_s < world.deadline_s / 2
+
+
+def test_a_rank_lost_where_nobody_spoke_fails_a_save_that_no_node_has_gathered() -> None:
+    """The others may wait for it in a collective, before they call save."""
+    world = World((2, 1), network=losing(WordWanted, first=1))
+    world.lose(2)
+    world.stage(SAVE, 0)
+    world.run(4 * RESEND_S)
+    assert ("rank-missing", 2, "B") == (
+        world.cause(0, SAVE).code,
+        world.cause(0, SAVE).rank,
+        world.cause(0, SAVE).node,
+    )
+
+
+def test_a_node_that_waits_for_its_ranks_is_asked_and_fails_nothing() -> None:
+    world = World((1, 1))
+    world.stage(SAVE, 0)
+    world.run(10 * RESEND_S)
+    assert [] != world.said(WordWanted)
+    assert [] == world.done(GiveUp)
+    world.stage(SAVE, 1)
+    world.run()
+    assert {"committed"} == world.outcomes(SAVE)
+    assert {} == world.timers
 
 
 def test_a_rank_lost_between_saves_fails_the_next_one_at_once() -> None:
@@ -574,6 +598,63 @@ def test_a_save_whose_fate_the_coordinator_cannot_see_ends_as_unknown() -> None:
     world.run()
     assert {"outcome-unknown"} == world.outcomes(SAVE)
     assert [] == world.done(Discard)
+
+
+@pytest.mark.parametrize(("code", "may_take_effect"), [("read-only", False), ("io-error", True)])
+def test_only_a_publication_that_was_not_refused_may_take_effect_later(
+    code: str, may_take_effect: bool
+) -> None:
+    world = World((1, 1))
+    world.fail(Publish, Cause(code, "it failed"))
+    world.stage(SAVE)
+    world.run()
+    assert [may_take_effect] == [
+        each.may_take_effect for each in world.done(GiveUp, "A") if isinstance(each, GiveUp)
+    ]
+
+
+def test_a_prepared_node_of_an_earlier_attempt_is_answered() -> None:
+    """Its save is unknown to the coordinator, whose job has gone on."""
+    world = World((1, 1))
+    world.join(0, attempt=2)
+    world.run()
+    world.disk[KEY] = "partial"
+    prepared = Prepared(save=SAVE, files=(WrittenFile(1, "old", "f", 1),), fragment="g")
+    world.post("A", PeerSaid(node_id="B", message=prepared))
+    world.run()
+    (outcome,) = world.said(Outcome)
+    assert isinstance(outcome, Outcome)
+    assert outcome.cause is not None
+    assert ("failed", "attempt-superseded") == (outcome.outcome, outcome.cause.code)
+    assert [True] == [
+        each.was_prepared for each in world.done(GiveUp, "A") if isinstance(each, GiveUp)
+    ]
+
+
+def test_a_daemon_told_to_end_waits_for_no_lost_peer_until_the_deadline() -> None:
+    world = World((1, 1), deadline_s=600.0)
+    world.stage(SAVE, 0)
+    world.run(1)
+    world.lose(0)
+    world.crash("B")
+    world.stop("A")
+    world.run()
+    assert {"A": "drained"} == world.halted
+    assert world.now_s < PEER_LOST_S + 3 * RESEND_S
+
+
+def test_a_daemon_told_to_end_waits_for_a_peer_that_is_still_writing() -> None:
+    world = World((1, 1), deadline_s=600.0)
+    world.hold(WriteImage, "B")
+    world.stage(SAVE)
+    world.run(1)
+    world.stop("A")
+    world.run(4 * PEER_LOST_S)
+    assert {} == world.halted
+    world.release()
+    world.run()
+    assert {"committed"} == world.outcomes(SAVE)
+    assert {"A": "drained"} == world.halted
 
 
 def test_a_slot_that_a_writer_reads_is_given_back_when_the_writer_has_ended() -> None:

@@ -50,6 +50,7 @@ def test_a_job_shows_its_ranks_and_its_newest_checkpoint() -> None:
         "nodes": ["A", "B"],
         "coordinator": True,
         "last_failed": None,
+        "last_skipped": None,
         "committed_total": 1,
         "failed_total": 0,
         "skipped_total": 0,
@@ -71,8 +72,9 @@ def test_a_job_shows_why_its_newest_save_failed_and_counts_each_end() -> None:
     world.run()
     (job,) = status(world)["jobs"]
     assert (20, "1-2", "busy", 0) == tuple(
-        job["last_failed"][field] for field in ("step", "save_id", "code", "rank")
+        job["last_skipped"][field] for field in ("step", "save_id", "code", "rank")
     )
+    assert "1-1" == job["last_failed"]["save_id"]
     assert (0, 1, 1) == tuple(job[f"{end}_total"] for end in ("committed", "failed", "skipped"))
 
 

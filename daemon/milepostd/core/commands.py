@@ -112,11 +112,10 @@ class BuildIndex(Command, frozen=True):
 
 
 class Publish(Command, frozen=True):
-    """Slow: Published or PublishFailed. The one rename; then `latest`, if `is_latest`."""
+    """Slow: Published or PublishFailed. The one rename; then `latest`, unless it names a newer."""
 
     save: SaveRef
     root: str
-    is_latest: bool
 
 
 class GiveUp(Command, frozen=True):
@@ -124,13 +123,16 @@ class GiveUp(Command, frozen=True):
     published.
 
     is_coordinator: nobody else publishes, so a directory that was never made counts as aborted,
-    unless a node `was_prepared`: then there was one, and that it shows nowhere proves nothing.
+    unless a node `was_prepared`: then there was one, and that it shows nowhere proves nothing. A
+    directory that cannot be moved, and is where it was, is not published either, unless a
+    publication `may_take_effect` still.
     """
 
     save: SaveRef
     root: str
     is_coordinator: bool
     was_prepared: bool = False
+    may_take_effect: bool = False
 
 
 class Discard(Command, frozen=True):

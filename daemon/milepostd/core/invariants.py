@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from milepostd.core.early import EARLY_MAX
 from milepostd.core.job import Job, save_order
-from milepostd.core.node import EARLY_MAX, ENDED_MAX, JOBS_MAX, SAVES_MAX, Node
+from milepostd.core.node import ENDED_MAX, JOBS_MAX, SAVES_MAX, Node
 from milepostd.core.phases import COORDINATOR, PARTICIPANT, Phase
 from milepostd.core.save import Coordination, Participation
 
@@ -58,8 +59,8 @@ def _bounds(node: Node) -> Iterator[str]:
         active = sum(not role.is_concluded for role in roles.values())
         if active > SAVES_MAX:
             yield f"{active} saves in flight as {what}"
-    if len(node.early) > EARLY_MAX:
-        yield f"{len(node.early)} early messages"
+    if len(node.early.kept) > EARLY_MAX:
+        yield f"{len(node.early.kept)} early messages"
     if node.housekeeping < 0:
         yield f"{node.housekeeping} housekeeping commands in flight"
     pending = sum(role.is_pending for role in node.participations.values())

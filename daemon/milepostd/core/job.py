@@ -43,9 +43,18 @@ class History(msgspec.Struct):
 
     last_committed: LastCommitted | None = None
     last_failed: LastFailed | None = None
-    latest_order: tuple[int, int] = NO_ORDER
-    """(attempt, count) of the save `latest` names, as far as this coordinator moved it."""
+    last_skipped: LastFailed | None = None
     outcome_counts: dict[str, int] = msgspec.field(default_factory=dict)
+
+    def note(self, outcome: str, save: SaveRef, cause: Cause) -> None:
+        """Remember why a save did not become a checkpoint; a skip was asked for, and hides no
+        failure.
+        """
+        found = LastFailed(save=save, cause=cause)
+        if outcome == "skipped":
+            self.last_skipped = found
+        else:
+            self.last_failed = found
 
 
 class Seat(msgspec.Struct):

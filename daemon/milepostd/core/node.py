@@ -35,6 +35,7 @@ from milepost.protocol import (
     SaveMessage,
     SaveRef,
     Staged,
+    WordWanted,
 )
 from milepostd.core.commands import (
     AnyCommand,
@@ -54,6 +55,7 @@ from milepostd.core.commands import (
     StartPlanner,
     SweepArenas,
 )
+from milepostd.core.early import EarlyMessages
 from milepostd.core.events import (
     AnyEvent,
     BytesWritten,
@@ -83,7 +85,7 @@ from milepostd.core.events import (
     StopRequested,
     TimerFired,
 )
-from milepostd.core.job import NO_ORDER, Job, LastCommitted, LastFailed, Seat, save_order
+from milepostd.core.job import NO_ORDER, Job, LastCommitted, Seat, save_order
 from milepostd.core.preemption import Preemption
 from milepostd.core.save import SECOND_NS, Coordination, Participation
 
@@ -105,10 +107,6 @@ ENDED_MAX: Final = 256
 """Ended saves kept to answer late messages; older ones are forgotten, and late messages about them
 ignored."""
 
-EARLY_MAX: Final = 1024
-"""Messages kept for jobs that no local rank has joined yet: a peer may be faster by the start-up of
-a process."""
-
 RECALL_S: Final = 60.0
 """How long a restarted daemon waits for the trainers it remembers before it takes them for dead:
 they look for it every fraction of a second, and give up after as long themselves."""
@@ -116,12 +114,7 @@ they look for it every fraction of a second, and give up after as long themselve
 NO_SESSION: Final = -1
 """The session of a rank that is remembered and has not come back yet."""
 
-EARLY_S: Final = 60.0
-"""How long such messages are kept; their senders repeat them anyway."""
-
 SaveKey = tuple[str, str]
-EarlyKey = tuple[str, str, str, str]
-"""Node, job, save id and type: of a message that is repeated, one is kept."""
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,8 +157,7 @@ class Node:
         self.peer_heard_at_ns: dict[str, int] = {}
         self.ended: deque[tuple[bool, SaveKey]] = deque()
         """Ended saves, oldest first, as (is a participation, key)."""
-        self.early: dict[EarlyKey, tuple[int, SaveMessage]] = {}
-        """Messages for jobs that no local rank has joined yet, with when they came."""
+        self.early = EarlyMessages()
         self._is_lingering = False
 
     # --- the entry
@@ -318,7 +310,7 @@ class Node:
         commands.append(
             Log(level="info", event="session.joined",
                 fields={"job": join.job, "rank": join.rank, "pid": event.pid,
-                        "attempt": join.attempt})
+                        "attempt": join.attempt, "root": join.root})
         )  # fmt: skip
         preemption = self.preemptions.get(join.job)
         if preemption is not None and preemption.job is job:
@@ -659,16 +651,17 @@ class Node:
                 else participation.heard_outcome(message, now_ns)
             )
             return commands + self._after_participation(participation, was_concluded)
+        if isinstance(message, WordWanted) and job is not None and not job.is_coordinator:
+            return self._word_wanted(node_id, message, now_ns)
         coordination = self.coordinations.get(key)
         if coordination is None:
             if job is None or attempt > job.attempt:
-                self._keep_early(node_id, message, now_ns)
+                self.early.keep(node_id, message, now_ns)
                 return []
             if (
                 # Of an earlier attempt a save can still be ended. How, the directory tells: an
                 # earlier life of this daemon may have published it.
-                (attempt < job.attempt and not isinstance(message, Fail))
-                or not job.is_coordinator
+                not job.is_coordinator
                 or node_id not in job.nodes
                 or sum(not role.is_concluded for role in self.coordinations.values()) >= SAVES_MAX
             ):
@@ -703,6 +696,29 @@ class Node:
         commands = participation.heard_outcome(message, now_ns)
         return commands + self._after_participation(participation, was_concluded=False)
 
+    def _word_wanted(self, node_id: str, message: WordWanted, now_ns: int) -> list[Command]:
+        """A save waits for this node: end it if it cannot have what it waits for."""
+        job, save = self.jobs[message.save.job], message.save
+        if node_id != job.coordinator.node_id:
+            return [self._stray(node_id, message)]
+        role = self.participations.get((job.job, save.save_id))
+        if role is not None:
+            return role.resend(now_ns)
+        if save_order(save)[0] != job.attempt:
+            return []
+        refusal = self._why_no_save(job)
+        if refusal is not None:
+            return [Send(node=job.coordinator, message=Fail(save=save, cause=refusal))]
+        if not any(seat.is_lost or seat.is_leaving for seat in job.seats.values()):
+            return []
+        role = self.participations[(job.job, save.save_id)] = Participation(
+            job, save, self.node_id, now_ns
+        )
+        # It may have been forgotten here: then only the directory knows.
+        role.is_recalled = True
+        commands = role.open() + self._miss_lost_ranks(role, now_ns)
+        return commands + self._after_participation(role, was_concluded=False)
+
     def _stray(self, node_id: str, message: SaveMessage) -> Log:
         return Log(
             level="info",
@@ -711,25 +727,10 @@ class Node:
             fields={"peer": node_id, "type": type(message).__name__},
         )
 
-    def _keep_early(self, node_id: str, message: SaveMessage, now_ns: int) -> None:
-        key = (node_id, message.save.job, message.save.save_id, type(message).__name__)
-        self.early.pop(key, None)
-        self.early[key] = (now_ns, message)
-        while len(self.early) > EARLY_MAX or self._is_stale(
-            next(iter(self.early.values())), now_ns
-        ):
-            del self.early[next(iter(self.early))]
-
-    @staticmethod
-    def _is_stale(entry: tuple[int, SaveMessage], now_ns: int) -> bool:
-        return now_ns - entry[0] > int(EARLY_S * SECOND_NS)
-
     def _replay_early(self, job: str, now_ns: int) -> list[Command]:
         commands: list[Command] = []
-        for key in [key for key in self.early if key[1] == job]:
-            entry = self.early.pop(key)
-            if not self._is_stale(entry, now_ns):
-                commands += self._peer_said(key[0], entry[1], now_ns)
+        for node_id, message in self.early.take(job, now_ns):
+            commands += self._peer_said(node_id, message, now_ns)
         return commands
 
     # --- completions and time
@@ -816,7 +817,7 @@ class Node:
                 commands.append(Log(level="info", event="save.committed", save=save, fields=fields))
             else:
                 if message.cause is not None:
-                    job.history.last_failed = LastFailed(save=save, cause=message.cause)
+                    job.history.note(participation.outcome, save, message.cause)
                 level = "warning" if participation.outcome == "skipped" else "error"
                 event = "save.skipped" if participation.outcome == "skipped" else "save.failed"
                 commands.append(
@@ -897,7 +898,11 @@ class Node:
         if coordination is None:
             return []
         was_concluded = coordination.is_concluded
-        commands = coordination.overdue(now_ns)
+        commands = (
+            coordination.ask(self.peer_heard_at_ns, is_draining=self.stops > 0, now_ns=now_ns)
+            if kind == "coordinator.ask"
+            else coordination.overdue(now_ns)
+        )
         return commands + self._after_coordination(coordination, was_concluded)
 
     # --- the end

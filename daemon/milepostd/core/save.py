@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Final
 
 from milepost.protocol import (
+    SILENCE_S,
     AbortWanted,
     Cause,
     Concluded,
@@ -34,8 +35,10 @@ from milepost.protocol import (
     SlotFreed,
     Staged,
     Unable,
+    WordWanted,
     WrittenFile,
 )
+from milepostd.core.causes import PLAN_VOIDING, REFUSALS, named
 from milepostd.core.commands import (
     AbandonWrite,
     BuildIndex,
@@ -84,8 +87,8 @@ VERDICT_GRACE_S: Final = 2.0
 """How long beyond the deadline the coordinator waits: a node knows which of its ranks is missing,
 the coordinator only which node, so the nodes speak first."""
 
-NAMED_MAX: Final = 8
-"""How many ranks or nodes a sentence names before it counts the rest."""
+PEER_LOST_S: Final = SILENCE_S
+"""How long nothing may be heard of an awaited node, once this daemon is told to end."""
 
 
 class _Role:
@@ -161,6 +164,7 @@ class Participation(_Role):
         """First report of the save on this node."""
         return [
             self.set_timer("deadline", self.deadline_at_ns()),
+            self.set_timer("resend", self.opened_at_ns + int(RESEND_S * SECOND_NS)),
             Log(level="debug", event="save.opened", save=self.save),
         ]
 
@@ -443,7 +447,12 @@ class Participation(_Role):
         if event.outcome == "aborted" and self.move(Trigger.OUTCOME_FOUND):
             if self.failure is not None:
                 ended = "skipped" if self.failure.skip else "failed"
-                return self._conclude(ended, now_ns, cause=self.failure.cause)
+                return self._conclude(
+                    ended,
+                    now_ns,
+                    cause=self.failure.cause,
+                    layout_valid=self.failure.cause.code not in PLAN_VOIDING,
+                )
             cause = Cause(
                 "node-missing", f"{self._no_verdict()}; the save was given up", "", self.node_id
             )
@@ -540,7 +549,7 @@ class Participation(_Role):
 
     def _tell(self, now_ns: int) -> list[Command]:
         """Say to the coordinator where this node stands."""
-        message: Gathered | Prepared | Fail
+        message: Gathered | Prepared | Fail | WordWanted
         if self.failure is not None:
             message = self.failure
         elif self.phase in (Phase.PREPARED, Phase.RESOLVING):
@@ -555,7 +564,8 @@ class Participation(_Role):
                 reports=tuple(self.reports[rank] for rank in sorted(self.reports)),
             )
         else:
-            return []
+            # A rank of another node may be gone, and this one's wait for it in a collective.
+            message = WordWanted(save=self.save)
         return [
             Send(node=self.job.coordinator, message=message),
             self.set_timer("resend", now_ns + int(RESEND_S * SECOND_NS)),
@@ -617,17 +627,53 @@ class Coordination(_Role):
         self.prepared: dict[str, Prepared] = {}
         self.failure: Fail | None = None
         self.outcome: Outcome | None = None
+        self.was_prepared = False
+        """Whether any node said so: then the save's directory was there."""
+        self.may_take_effect = False
+        """Whether a publication failed without saying that it did not happen."""
         self.checkpoint_bytes = 0
 
     def open(self) -> list[Command]:
         """First word of any node."""
         at_ns = self.deadline_at_ns() + int(VERDICT_GRACE_S * SECOND_NS)
-        return [self.set_timer("deadline", at_ns)]
+        return [self.set_timer("deadline", at_ns), self._set_ask(self.opened_at_ns)]
+
+    def _set_ask(self, now_ns: int) -> SetTimer:
+        return self.set_timer("ask", now_ns + int(RESEND_S * SECOND_NS))
+
+    def ask(self, heard_at_ns: dict[str, int], *, is_draining: bool, now_ns: int) -> list[Command]:
+        """Ask the nodes that are waited for and say nothing: what is gone there shows only so.
+
+        Nobody is waited for to the deadline by a daemon that is told to end.
+        """
+        if self.phase not in (Phase.GATHERING, Phase.PLANNING, Phase.COLLECTING):
+            return []
+        quiet_s = {
+            node_id: (now_ns - max(heard_at_ns.get(node_id, 0), self.opened_at_ns)) / SECOND_NS
+            for node_id in self._silent_nodes()
+            if node_id != self.node_id
+        }
+        lost = [node_id for node_id, age_s in quiet_s.items() if age_s >= PEER_LOST_S]
+        if lost and is_draining:
+            cause = Cause(
+                "node-missing",
+                f"node {self.node_id} is shutting down, and nothing was heard for "
+                f"{PEER_LOST_S:g} s of {named('node', lost, len(self.job.nodes))}",
+                "see that milepostd runs on the nodes named",
+                lost[0],
+            )
+            return self.refuse(Fail(save=self.save, cause=cause), now_ns)
+        commands: list[Command] = [
+            Send(node=self.job.nodes[node_id], message=WordWanted(save=self.save))
+            for node_id, age_s in quiet_s.items()
+            if self.phase is Phase.GATHERING or age_s > 2 * RESEND_S
+        ]
+        return [*commands, self._set_ask(now_ns)]
 
     # --- what nodes say
 
     def node_said(
-        self, node_id: str, message: Gathered | Prepared | Fail, now_ns: int
+        self, node_id: str, message: Gathered | Prepared | Fail | WordWanted, now_ns: int
     ) -> list[Command]:
         """Take a node's word; repeated words are answered again, and change nothing."""
         if self.outcome is not None:
@@ -637,6 +683,7 @@ class Coordination(_Role):
         if self.phase is Phase.PUBLISHING:
             # All is durable, and the rename may have happened: only its completion counts now.
             return []
+        self.was_prepared |= isinstance(message, Prepared)
         if message.save != self.save:
             cause = Cause(
                 "save-mismatch",
@@ -648,6 +695,17 @@ class Coordination(_Role):
             return self.refuse(Fail(save=self.save, cause=cause), now_ns)
         if isinstance(message, Fail):
             return self.refuse(message, now_ns)
+        if save_order(self.save)[0] < self.job.attempt:
+            cause = Cause(
+                "attempt-superseded",
+                f"attempt {self.job.attempt} of job {self.job.job} has started, and its "
+                f"coordinator knows nothing of save {self.save.save_id}",
+                "",
+                self.node_id,
+            )
+            return self.refuse(Fail(save=self.save, cause=cause), now_ns)
+        if isinstance(message, WordWanted):
+            return []
         words = message.reports if isinstance(message, Gathered) else message.files
         ranks = tuple(word.rank for word in words)
         if ranks != self.job.ranks_of[node_id]:
@@ -705,7 +763,7 @@ class Coordination(_Role):
             commands += self._send_plan(node_id, self.planned)
         if self.is_concluded:
             self.gathered = {}
-            return commands + self.clear_timers("deadline")
+            return commands + self.clear_timers("deadline", "ask")
         return commands + self._check_prepared()
 
     def plan_failed(self, event: PlanFailed, now_ns: int) -> list[Command]:
@@ -748,10 +806,7 @@ class Coordination(_Role):
         if not self.move(Trigger.INDEX_BUILT):
             return []
         self.checkpoint_bytes = event.checkpoint_bytes
-        is_latest = save_order(self.save) > self.job.history.latest_order
-        if is_latest:
-            self.job.history.latest_order = save_order(self.save)
-        return [Publish(save=self.save, root=self.job.root, is_latest=is_latest)]
+        return [Publish(save=self.save, root=self.job.root)]
 
     def index_failed(self, event: IndexFailed, now_ns: int) -> list[Command]:
         """The files do not make a whole."""
@@ -774,6 +829,7 @@ class Coordination(_Role):
 
     def publish_failed(self, event: PublishFailed, now_ns: int) -> list[Command]:
         """The rename did not happen, or is not known to have: the directory decides."""
+        self.may_take_effect = event.cause.code not in REFUSALS
         return self.refuse(Fail(save=self.save, cause=event.cause), now_ns)
 
     # --- failures and time
@@ -790,7 +846,8 @@ class Coordination(_Role):
                 save=self.save,
                 root=self.job.root,
                 is_coordinator=True,
-                was_prepared=bool(self.prepared),
+                was_prepared=self.was_prepared,
+                may_take_effect=self.may_take_effect,
             )
         ]
 
@@ -839,7 +896,7 @@ class Coordination(_Role):
         self.planned = None
         self.layout_of = {}
         self.prepared = {}
-        commands = self.clear_timers("deadline")
+        commands = self.clear_timers("deadline", "ask")
         for node_id in self.job.nodes:
             commands += self._send(node_id, outcome)
         return commands
@@ -877,25 +934,3 @@ class Coordination(_Role):
                 return "taking the save's directory out of the way"
             case _:
                 return "ended"
-
-
-PLAN_VOIDING: Final = frozenset(
-    {
-        "structure-changed",
-        "key-conflict",
-        "coverage-gap",
-        "coverage-overlap",
-        "coverage-bounds",
-        "plan-failed",
-        "planner-failed",
-    }
-)
-"""Causes after which every rank offers anew at its next save."""
-
-
-def named(what: str, values: list[int] | list[str], total: int) -> str:
-    """Return for instance `2 of 8 ranks: 3, 5`; at most NAMED_MAX are named."""
-    shown = ", ".join(str(value) for value in values[:NAMED_MAX])
-    rest = f" and {len(values) - NAMED_MAX} more" if len(values) > NAMED_MAX else ""
-    plural = what if total == 1 else f"{what}s"
-    return f"{len(values)} of {total} {plural}: {shown}{rest}"

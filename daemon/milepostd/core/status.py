@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from milepost.protocol import Cause
-from milepostd.core.job import Job
+from milepostd.core.job import Job, LastFailed
 from milepostd.core.node import Node
 from milepostd.core.save import SECOND_NS, Coordination, Participation
 
@@ -69,8 +69,14 @@ def _cause(cause: Cause) -> dict[str, Any]:
     }
 
 
+def _last(ended: LastFailed | None) -> dict[str, Any] | None:
+    if ended is None:
+        return None
+    return {"step": ended.save.step, "save_id": ended.save.save_id, **_cause(ended.cause)}
+
+
 def _job(job: Job) -> dict[str, Any]:
-    committed, failed = job.history.last_committed, job.history.last_failed
+    committed = job.history.last_committed
     counts = job.history.outcome_counts
     return {
         "job": job.job,
@@ -91,9 +97,8 @@ def _job(job: Job) -> dict[str, Any]:
             "elapsed_s": committed.elapsed_s,
             "at_ms": committed.at_ms,
         },
-        "last_failed": None
-        if failed is None
-        else {"step": failed.save.step, "save_id": failed.save.save_id, **_cause(failed.cause)},
+        "last_failed": _last(job.history.last_failed),
+        "last_skipped": _last(job.history.last_skipped),
         "committed_total": counts.get("committed", 0),
         "failed_total": counts.get("failed", 0),
         "skipped_total": counts.get("skipped", 0),

@@ -1,0 +1,59 @@
+"""What orders checkpoints: save id and step, read from a manifest's beginning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import msgpack
+import msgspec
+
+from milepost.format.manifest import MANIFEST_NAME, decode_manifest
+
+
+class Heading(msgspec.Struct, frozen=True):
+    """The few fields at a manifest's beginning that order checkpoints; empty where there is no
+    manifest.
+    """
+
+    save_id: str = ""
+    step: int = -1
+
+
+_HEAD_BYTES: Final = 16 << 10
+
+
+def read_heading(checkpoint: Path) -> Heading:
+    """Read save id and step without the columns, of which a large manifest has many MB.
+
+    Falls back to the whole manifest where the fields are not among its first. Raises
+    CorruptCheckpoint, OSError.
+    """
+    try:
+        with (checkpoint / MANIFEST_NAME).open("rb") as file:
+            data = file.read(_HEAD_BYTES)
+            found: dict[str, object] = {}
+            unpacker = msgpack.Unpacker()
+            unpacker.feed(data)
+            try:
+                for _ in range(unpacker.read_map_header()):
+                    key = unpacker.unpack()
+                    found[key] = unpacker.unpack()
+                    if "save_id" in found and "step" in found:
+                        return msgspec.convert(found, Heading)
+            except (ValueError, TypeError, msgpack.UnpackException, msgspec.ValidationError):
+                pass  # Torn, in another order, or damaged: the full decoder tells which.
+            manifest = decode_manifest(data + file.read())
+    except FileNotFoundError:
+        return Heading()
+    return Heading(manifest.save_id, manifest.step)
+
+
+def order_of(save_id: str, step: int) -> tuple[int, int, int]:
+    """Return (attempt, step, count of the save): the greatest is the newest."""
+    attempt, _, count = save_id.partition("-")
+    return (
+        int(attempt) if attempt.isdecimal() else 0,
+        step,
+        int(count) if count.isdecimal() else 0,
+    )
