@@ -280,6 +280,12 @@ class Arena:
                 f"arena {path} exists already",
                 "another trainer of this job and rank runs, or left it: remove the file if not",
             ) from error
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise Rejected(
+                "shm-too-small",
+                f"there is no directory {path.parent} for shared memory",
+                "make MILEPOST_SHM_DIR a memory file system, or unset it: /dev/shm is the default",
+            ) from error
         except OSError as error:
             raise storage_error("create", path, error, shape.nbytes) from error
         try:
@@ -427,7 +433,11 @@ def find_arenas(job: str) -> list[ArenaFile]:
     pattern = re.compile(re.escape(_prefix(job)) + r"(\d+)-r(\d+)-g(\d+)")
     directory = arena_dir()
     found = []
-    for name in os.listdir(directory):
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []  # where no arena can lie; who makes one is told so
+    for name in names:
         if match := pattern.fullmatch(name):
             attempt, rank, generation = (int(number) for number in match.groups())
             found.append(ArenaFile(directory / name, attempt, rank, generation))

@@ -32,7 +32,8 @@ from typing import (
 
 import torch
 
-from milepost.claims import Ownership, reading
+from milepost.advice import note_made, tell_unprepared
+from milepost.claims import Ownership, find_other, reading
 from milepost.collector import collector_paused, collector_running
 from milepost.connection import error_of, fetch_status
 from milepost.content import Content, ContentReader
@@ -48,7 +49,9 @@ from milepost.options import (
     check_choice,
     check_options,
     check_step,
+    directory_name,
     find_root,
+    find_run_dir,
     job_name,
     make_overlap,
 )
@@ -88,7 +91,7 @@ from milepost.session import JOIN_S, Session
 from milepost.staging import Staged as StagedImage
 from milepost.staging import Stager
 from milepost.state import Items
-from milepost.storage import Root, check_name
+from milepost.storage import Root
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -177,7 +180,7 @@ class Checkpointer:
         optimizer: Optimizers | None = None,
         deadline_s: float = 600.0,
     ) -> None:
-        check_options(on_busy, on_failure, staging, slots, deadline_s, keep)
+        check_options(on_busy, on_failure, staging, slots, deadline_s, keep, planner, overwrite)
         self._overlap = make_overlap(staging, optimizer, planner)
         self.root = find_root(root)
         self._process_group = process_group
@@ -191,7 +194,7 @@ class Checkpointer:
         self._reader = ContentReader(planner, self._group, self._deadline_s)
 
         given = run_dir if run_dir is not None else os.environ.get("MILEPOST_RUN_DIR") or None
-        self._run_dir = Path(given).absolute() if given is not None else default_run_dir(os.environ)
+        self._run_dir = find_run_dir(default_run_dir(os.environ) if given is None else given)
         self._session = Session(
             self._run_dir,
             is_embedded=given is None,
@@ -241,6 +244,7 @@ class Checkpointer:
         self.job, self.attempt = self._meeting.job, self._meeting.attempt
         self._stager = Stager(self.job, self.attempt, self.rank, slots=slots)
         self._slots = slots
+        note_made(self)
         if self._overlap is not None:
             self._overlap.arm()
 
@@ -271,7 +275,11 @@ class Checkpointer:
         """
         root = Root(self.root)
         root.prepare()
-        return f"{name}@{root.identity()}", root.claim_attempt(name)
+        job = f"{name}@{root.identity()}"
+        other = find_other(root, job)
+        if other:
+            log.warning("%s: load() works, prepare() and save() are refused meanwhile", other)
+        return job, root.claim_attempt(name)
 
     # --- the daemon
 
@@ -493,7 +501,7 @@ class Checkpointer:
         self._finish_copy()
         self._raise_failures()
         step = check_step(step)
-        name = check_name(f"step_{step}" if checkpoint_id is None else checkpoint_id)
+        name = directory_name(step, checkpoint_id)
         self._check_repeated(name)
         self._finish_preparing()
         ref = self._next_ref(step, name)
@@ -643,7 +651,7 @@ class Checkpointer:
         self, ref: SaveRef, save: Save, content: Content, selection: Selection | None
     ) -> None:
         """Copy the state into a slot and tell the daemon."""
-        items, objects = content.items, content.objects
+        items, objects, started_s = content.items, content.objects, time.monotonic()
         with self._changed:
             plan = self._plans.get(content.structure)
             is_lost, self._is_arena_lost = self._is_arena_lost, False
@@ -657,11 +665,13 @@ class Checkpointer:
             self._stager.lay_out(items, plan.assigned, plan.layout_id, objects=objects)
         if save.done():
             return
-        slot = self._free_slot_of_layout()
+        slot, planned_s = self._free_slot_of_layout(), time.monotonic()
         if selection is None:
             self._tell_staged(ref, save, self._stager.stage(slot, ref, items, objects=objects))
         else:
             self._stage_behind(ref, save, slot, items, objects, selection)
+        if self._count == 1 and self.rank == 0:
+            tell_unprepared(planned_s - started_s, time.monotonic() - planned_s)
 
     def _free_slot_of_layout(self) -> Slot:
         """Return a free slot of the layout in force; `_take_turn` has made sure of one."""
@@ -908,6 +918,11 @@ class Checkpointer:
         self._session.close()
         self._stager.close(unlink=is_quiet)
         self._raise_failures()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._is_closed
 
     def _check_open(self) -> None:
         if os.getpid() != self._pid:

@@ -90,15 +90,14 @@ class Ownership:
         """
         folder = root.run_path
         path = folder / OWNER_NAME
-        with contextlib.suppress(FileNotFoundError):
-            other = _read_owner(path)
-            if other is not None and other.job != job and _is_alive(other, folder, path):
-                raise Rejected(
-                    "root-locked",
-                    f"{root.path} is in use by job {other.job} (pid {other.pid} on {other.host})",
-                    f"choose another root, or end that job; a job that is dead is forgotten after "
-                    f"{EXPIRY_S:g} s",
-                )
+        other = find_other(root, job)
+        if other:
+            raise Rejected(
+                "root-locked",
+                other,
+                f"choose another root, or end that job; a job that is dead is forgotten after "
+                f"{EXPIRY_S:g} s",
+            )
         me = psutil.Process()
         content: bytes = msgpack.packb(
             msgspec.to_builtins(_Owner(job, socket.gethostname(), me.pid, me.create_time()))
@@ -114,6 +113,17 @@ class Ownership:
         with contextlib.suppress(OSError):
             if self._path.read_bytes() == self._content:
                 self._path.unlink()
+
+
+def find_other(root: Root, job: str) -> str:
+    """Say which other living job has claimed the root; empty if none has."""
+    folder = root.run_path
+    path = folder / OWNER_NAME
+    with contextlib.suppress(FileNotFoundError):
+        other = _read_owner(path)
+        if other is not None and other.job != job and _is_alive(other, folder, path):
+            return f"{root.path} is in use by job {other.job} (pid {other.pid} on {other.host})"
+    return ""
 
 
 def _read_owner(path: Path) -> _Owner | None:

@@ -78,7 +78,7 @@ def status(
         ),
     ] = None,
     url: Annotated[
-        str, typer.Option("--url", help="Ask over HTTP instead: http://host:port.")
+        str, typer.Option("--url", help="Ask over HTTP instead: host:port or a URL.")
     ] = "",
     as_json: AsJson = False,
     watch: Annotated[bool, typer.Option("--watch", help="Ask again every second.")] = False,
@@ -129,14 +129,14 @@ def _watch(ask: Callable[[], dict[str, Any]]) -> None:
 def list_(root: RootPath, as_json: AsJson = False) -> None:
     """List committed checkpoints, newest first, and apart from them what is none (yet)."""
     from milepost.tools.listing import list_root
-    from milepost.tools.status import new_table
+    from milepost.tools.status import moment, new_table
 
     found = list_root(root)
     if as_json:
         _print_json(found)
         return
     out = _out()
-    table = new_table("", "name")
+    table = new_table("", "name", "written at")
     for name in ("step", "size", "files"):
         table.add_column(name, justify="right")
     table.add_column("written by")
@@ -144,6 +144,7 @@ def list_(root: RootPath, as_json: AsJson = False) -> None:
     for entry in found.checkpoints:
         table.add_row(
             Text(entry.name),
+            moment(entry.modified_at_ms) if entry.modified_at_ms else "",
             str(entry.step) if entry.step >= 0 else "",
             decimal(entry.bytes),
             str(entry.files),
@@ -167,7 +168,7 @@ def inspect(checkpoint: CheckpointPath, as_json: AsJson = False) -> None:
     """Show keys, shapes, dtypes, shards and files. Exit 1: a tensor has a gap or an overlap."""
     from milepost.tools.inspect import inspect as inspect_checkpoint
     from milepost.tools.listing import require_directory
-    from milepost.tools.status import moment, new_table
+    from milepost.tools.status import counted, moment, new_table
 
     found = inspect_checkpoint(require_directory(checkpoint))
     if as_json:
@@ -176,12 +177,13 @@ def inspect(checkpoint: CheckpointPath, as_json: AsJson = False) -> None:
         out = _out()
         total = sum(tensor.bytes for tensor in found.tensors)
         head = Text(
-            f"{found.checkpoint}: {len(found.tensors)} tensors of {decimal(total)}, "
-            f"{len(found.objects)} objects, {len(found.files)} files"
+            f"{found.checkpoint}: {counted(len(found.tensors), 'tensor')} of {decimal(total)}, "
+            f"{counted(len(found.objects), 'object')}, {counted(len(found.files), 'file')}"
         )
         if found.save_id:
             head.append(
-                f"\nstep {found.step}, job {found.job}, save {found.save_id}, {found.world} ranks, "
+                f"\nstep {found.step}, job {found.job}, save {found.save_id}, "
+                f"{counted(found.world, 'rank')}, "
                 f"torch {found.torch_version}, committed {moment(found.committed_at_ms)}"
             )
         out.print(head)
@@ -210,20 +212,28 @@ def inspect(checkpoint: CheckpointPath, as_json: AsJson = False) -> None:
 
 @app.command()
 def verify(checkpoint: CheckpointPath, as_json: AsJson = False) -> None:
-    """Check every length and checksum, also of checkpoints of stock torch. Exit 1: damaged."""
+    """Check every length and checksum, also of checkpoints of stock torch.
+
+    Damages go to stderr, the verdict to stdout. Exit 0: whole; 1: damaged; 2: no checkpoint there.
+    """
     from milepost.tools.listing import require_directory
+    from milepost.tools.status import counted
 
     found = _verify(require_directory(checkpoint))
+    # What is wrong first, the verdict last, where a terminal's reader looks.
+    _report_damages(found.damages)
+    if found.unchecked:
+        keys = counted(len(found.unchecked), "key")
+        _complain(f"without a checksum: {keys}, such as {found.unchecked[0]}")
     if as_json:
         _print_json(found)
     else:
-        checked = f"{found.files} files, {found.blobs} blobs, {decimal(found.bytes)}"
+        files, blobs = counted(found.files, "file"), counted(found.blobs, "blob")
+        checked = f"{files}, {blobs}, {decimal(found.bytes)}"
         how = "checksums of the manifest" if found.method == "manifest" else "zip checksums"
-        word = "damaged" if found.damages else "whole"
+        damages = counted(len(found.damages), "damage")
+        word = f"damaged ({damages})" if found.damages else "whole"
         _out().print(Text(f"{found.checkpoint}: {word}; checked {checked} by {how}"))
-    _report_damages(found.damages)
-    if found.unchecked:
-        _complain(f"{len(found.unchecked)} keys carry no checksum, such as {found.unchecked[0]}")
     if found.damages:
         raise typer.Exit(EXIT_DAMAGED)
 

@@ -9,15 +9,15 @@ import hashlib
 import operator
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from milepost.errors import UsageError
 from milepost.overlap import Optimizers, Overlap
 from milepost.planning import is_default
 from milepost.retention import Policy
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlanner
+from milepost.storage import check_name
 
 JOB_CHARACTERS_MAX: Final = 200
 """Longest name of a job: it is on every line of the log and in every message."""
@@ -33,6 +33,8 @@ def check_options(
     slots: int,
     deadline_s: float,
     keep: object,
+    planner: object = None,
+    overwrite: object = False,
 ) -> None:
     """Refuse options that are none. Raises UsageError."""
     check_choice("on_busy", on_busy, ("wait", "skip"))
@@ -50,6 +52,14 @@ def check_options(
         raise UsageError(
             "usage", f"keep is a {type(keep).__name__}", "use KeepLast(n) and the like"
         )
+    if planner is not None and not isinstance(planner, SavePlanner):
+        raise UsageError(
+            "usage",
+            f"planner is {planner!r}, not a SavePlanner",
+            "give an object of torch.distributed.checkpoint.SavePlanner, or leave it out",
+        )
+    if not isinstance(overwrite, bool):
+        raise UsageError("usage", f"overwrite is {overwrite!r}, not True or False")
 
 
 def make_overlap(
@@ -87,21 +97,61 @@ def check_step(step: object) -> int:
     return number
 
 
-def find_root(root: str | os.PathLike[str]) -> Path:
+def directory_name(step: int, checkpoint_id: object) -> str:
+    """Return the name of a checkpoint's directory below its root. Raises UsageError."""
+    if checkpoint_id is None:
+        return f"step_{step}"
+    if not isinstance(checkpoint_id, str):
+        raise UsageError(
+            "usage",
+            f"checkpoint_id is {checkpoint_id!r}, not a str",
+            "give one path component below the root, or leave it out",
+        )
+    return check_name(checkpoint_id)
+
+
+def find_root(root: object) -> Path:
     """Return the root as an absolute path without links. Raises UsageError for what is no path of a
     file system.
     """
     try:
-        text = os.fspath(root)
+        text: object = os.fspath(root)  # type: ignore[call-overload]
     except TypeError:
         text = ""
     if not text:
         raise UsageError("usage", f"root is {root!r}, not a path", "name a directory")
+    if not isinstance(text, str) or not _is_printable(text):
+        raise UsageError(
+            "usage", f"root is {root!r}, which has characters that are not text", "rename it"
+        )
     if "://" in text:
         raise UsageError("usage", f"root is the URL {text}", "mount it; there are no object stores")
     if text.startswith("~"):
         raise UsageError("usage", f"root is {text}, and ~ is the shell's", "os.path.expanduser()")
-    return Path(os.path.realpath(text))
+    path = Path(os.path.realpath(text))
+    if path.exists() and not path.is_dir():
+        raise UsageError("usage", f"root is {path}, which is a file", "name a directory")
+    return path
+
+
+def find_run_dir(given: object) -> Path:
+    """Return a run directory as an absolute path. Raises UsageError for what is no path."""
+    try:
+        text: object = os.fspath(given)  # type: ignore[call-overload]
+    except TypeError:
+        text = ""
+    if not text or not isinstance(text, str) or not _is_printable(text):
+        raise UsageError(
+            "usage", f"run_dir is {given!r}, not a path", "name the daemon's --run-dir"
+        )
+    return Path(text).absolute()
+
+
+def _is_printable(text: str) -> bool:
+    """Whether a name can stand on a line of a log and in a message as it is: no control
+    characters, no lone surrogates.
+    """
+    return text.isprintable()
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -112,14 +162,18 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         )
 
 
-def job_name(given: str | None, root: Path) -> str:
+def job_name(given: object, root: Path) -> str:
     """Return the job's name: as given, as the launcher has it, else a hash of the root."""
     if given is not None:
-        if not given.strip() or len(given) > JOB_CHARACTERS_MAX:
-            raise UsageError("usage", f"job is {given!r}, not 1 to {JOB_CHARACTERS_MAX} characters")
-        return given
+        name = given if isinstance(given, str) and _is_printable(given) else ""
+        if not name.strip() or len(name) > JOB_CHARACTERS_MAX:
+            raise UsageError(
+                "usage",
+                f"job is {given!r}, not 1 to {JOB_CHARACTERS_MAX} printable characters",
+            )
+        return name
     for variable in JOB_VARIABLES:
-        found = os.environ.get(variable, "")
+        found = "".join(filter(str.isprintable, os.environ.get(variable, ""))).strip()
         # torchrun with a fixed port gives every run the id "none".
         if found and found != "none":
             return found[:JOB_CHARACTERS_MAX]

@@ -7,6 +7,7 @@ that names it, not a hang. Later exchanges (which step to load) use the same sto
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,8 +28,19 @@ from milepost.errors import (
 )
 from milepost.protocol import NodeRef
 
+log = logging.getLogger("milepost")
+
 MEET_S: Final = 300.0
 """How long ranks wait for one another: ranks start minutes apart on a busy cluster."""
+
+LATE_S: Final = 5.0
+"""How long a rank waits in silence; then the log names those that have not come."""
+
+ACTS: Final = {"meet": "Checkpointer()", "load": "load()", "verify": "load()"}
+"""By the first part of a topic, what the ranks have called."""
+
+RANKS_NAMED_MAX: Final = 8
+"""How many ranks a message names; the rest are counted."""
 
 
 class Store(Protocol):
@@ -114,20 +126,45 @@ def gather(group: Group, topic: str, value: bytes, timeout_s: float) -> list[byt
     group.store.set(f"{topic}/{group.rank}", value)
     if group.rank != 0:
         return []
+    store = group.store
     until_s = time.monotonic() + timeout_s
-    missing = []
-    for rank in range(group.world):
-        left_s = max(0.001, until_s - time.monotonic())
-        if not _has_come(group.store, f"{topic}/{rank}", left_s):
-            missing.append(rank)
+    wait_s = min(LATE_S, timeout_s)
+    missing = list(range(group.world))
+    while True:
+        # Those that come within the pause of one who does not have come: none is told for nothing.
+        pause_until_s = time.monotonic() + wait_s
+        missing = [
+            rank
+            for rank in missing
+            if not _has_come(store, f"{topic}/{rank}", max(0.001, pause_until_s - time.monotonic()))
+        ]
+        left_s = until_s - time.monotonic()
+        if not missing or left_s <= 0:
+            break
+        _warn_of_missing(topic, missing, group.world, timeout_s)
+        wait_s = min(4 * LATE_S, left_s)
     if missing:
         raise Unavailable(
             "rank-missing",
             f"{len(missing)} of {group.world} ranks did not come within {timeout_s:g} s: "
-            + ", ".join(map(str, missing[:8])),
+            + _named(missing),
             "every rank of the group has to make its Checkpointer, and to call load(), too",
         )
-    return [group.store.get(f"{topic}/{rank}") for rank in range(group.world)]
+    return [store.get(f"{topic}/{rank}") for rank in range(group.world)]
+
+
+def _named(ranks: Sequence[int]) -> str:
+    more = len(ranks) - RANKS_NAMED_MAX
+    text = ", ".join(map(str, ranks[:RANKS_NAMED_MAX]))
+    return f"{text} and {more} more" if more > 0 else text
+
+
+def _warn_of_missing(topic: str, missing: Sequence[int], world: int, timeout_s: float) -> None:
+    act = ACTS.get(topic.partition("/")[0], topic)
+    log.warning(
+        "waiting in %s for %d of %d ranks, up to %g s: %s; every rank of the group has to call it",
+        act, len(missing), world, timeout_s, _named(missing),
+    )  # fmt: skip
 
 
 def tell_all(group: Group, topic: str, make: Callable[[], bytes], timeout_s: float) -> bytes:
@@ -153,8 +190,11 @@ def tell_all(group: Group, topic: str, make: Callable[[], bytes], timeout_s: flo
             raise
         group.store.set(key, b"=" + answer)
         return answer
-    if not _has_come(group.store, key, timeout_s):
-        raise Unavailable("rank-missing", f"rank 0 did not answer within {timeout_s:g} s")
+    first_s = min(LATE_S, timeout_s)
+    if not _has_come(group.store, key, first_s):
+        _warn_of_missing(topic, [0], group.world, timeout_s)
+        if not _has_come(group.store, key, max(0.001, timeout_s - first_s)):
+            raise Unavailable("rank-missing", f"rank 0 did not answer within {timeout_s:g} s")
     answer = group.store.get(key)
     if answer[:1] == b"=":
         return answer[1:]

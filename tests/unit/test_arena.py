@@ -267,8 +267,12 @@ def test_an_existing_file_is_never_taken_over(tmp_path: Path) -> None:
 
 
 def test_a_missing_directory_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="gone"):
-        create(tmp_path / "gone" / "a")
+    (tmp_path / "file").touch()
+    for name in ("gone", "file"):
+        with pytest.raises(Rejected, match=f"there is no directory {tmp_path / name}") as caught:
+            create(tmp_path / name / "a")
+        assert "shm-too-small" == caught.value.code
+        assert "MILEPOST_SHM_DIR" in caught.value.hint
 
 
 def test_a_file_system_too_small_is_an_error_with_the_numbers_before_anything_is_made(

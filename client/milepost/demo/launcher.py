@@ -438,6 +438,7 @@ class Demo:
     # --- processes
 
     def _start_daemons(self) -> None:
+        self._say("starting two nodes")
         for number in range(NODES):
             run_dir = self._run_dir(number)
             run_dir.mkdir(mode=0o700)
@@ -508,7 +509,9 @@ class Demo:
             name = f"rank {rank}"
             self._trainers.append(self._start(name, command, variables, f"attempt{attempt}-"))
         pids = ", ".join(str(child.pid) for child in self._trainers)
-        self._say(f"attempt {attempt}: {WORLD} ranks on {NODES} nodes, pids {pids}")
+        self._say(
+            f"attempt {attempt}: {WORLD} ranks on {NODES} nodes, pids {pids}; importing torch"
+        )
 
     def _start(
         self, name: str, arguments: Sequence[str], variables: dict[str, str], prefix: str = ""

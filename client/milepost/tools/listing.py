@@ -29,6 +29,9 @@ class ListedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Empty if milepost did not write it."""
     is_latest: bool
     """`latest` points here."""
+    modified_at_ms: int
+    """When its last file was put there, by the file system's clock: for what milepost wrote, when
+    `.metadata` was, moments before the commit. 0 if that cannot be told."""
 
 
 class ListedPartial(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +76,7 @@ def list_root(path: Path) -> Listing:
                 files=files,
                 save_id=entry.save_id,
                 is_latest=entry.name == latest,
+                modified_at_ms=_modified_at_ms(entry.path),
             )
         )
     partials = [
@@ -92,6 +96,13 @@ def _state(name: str) -> str:
     if last in ("aborted", "replaced"):
         return last
     return "pruned" if last.startswith("pruned-") else "incomplete"
+
+
+def _modified_at_ms(directory: Path) -> int:
+    try:
+        return (directory / ".metadata").stat().st_mtime_ns // 1_000_000
+    except OSError:
+        return 0
 
 
 def _measure(directory: Path) -> tuple[int, int]:

@@ -44,9 +44,16 @@ def fetch(run_dir: Path, url: str, token: str, timeout_s: float) -> dict[str, An
 
 
 def _fetch_url(url: str, token: str, timeout_s: float) -> dict[str, Any]:
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise UsageError("usage", f"expected http://host:port or https://host:port, got {url!r}")
-    address = url.rstrip("/")
+    # "localhost:9470" alone would be read as a URL of the scheme "localhost".
+    address = (url if "://" in url else f"http://{url}").rstrip("/")
+    try:
+        parts = urlsplit(address)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
+        is_address = is_address and (parts.port is None or parts.port > 0) and url.isprintable()
+    except ValueError:
+        is_address = False
+    if not is_address or " " in url:
+        raise UsageError("usage", f"expected host:port or http(s)://host:port, got {url!r}")
     address = address if address.endswith("/status") else f"{address}/status"
     request = urllib.request.Request(address)
     if token:
@@ -87,8 +94,8 @@ def render(status: dict[str, Any]) -> RenderableType:
         parts.append(Text("nothing is being saved"))
     if status["jobs"]:
         parts.append(_jobs(status["jobs"]))
-    failures = [job for job in status["jobs"] if job["last_failed"]]
-    parts += [_failure(job) for job in failures]
+    parts += [_failure(job) for job in status["jobs"] if job["last_failed"]]
+    parts += [_skip(job) for job in status["jobs"] if job.get("last_skipped")]
     if status["peers"]:
         parts.append(_peers(status["peers"]))
     return Group(*parts)
@@ -102,7 +109,7 @@ def _node(status: dict[str, Any]) -> Text:
     count = len(status["sessions"])
     line.append(
         f", milepostd {node['version']}, pid {node['pid']}, up {duration(node['uptime_s'])}, "
-        f"{count} trainer{'' if count == 1 else 's'}, peers at {node['peer_address']}"
+        f"{counted(count, 'trainer')}, peers at {node['peer_address']}"
     )
     if node.get("http"):
         line.append(f", {node['http']}")
@@ -160,6 +167,11 @@ def _failure(job: dict[str, Any]) -> Text:
     return line
 
 
+def _skip(job: dict[str, Any]) -> Text:
+    skipped = job["last_skipped"]
+    return Text(f"last skip of {job['job']}: step {skipped['step']}, {skipped['message']}")
+
+
 def _peers(peers: list[dict[str, Any]]) -> Table:
     table = new_table("other nodes", "node", "address", "last heard")
     for peer in peers:
@@ -175,6 +187,11 @@ def new_table(title: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a count with its noun: `1 file`, `2 files`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float | None) -> str:

@@ -1,0 +1,57 @@
+"""What the log tells a user whose program works, but costs or loses more than it need.
+
+Owns the words and when they are due; decides nothing, refuses nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from pathlib import Path
+from typing import Final, Protocol
+
+log = logging.getLogger("milepost")
+
+UNPREPARED_S: Final = 1.0
+"""How long a first save may take that was not prepared before the log warns of it; below, it is
+told at the level of information.
+"""
+
+
+class Saver(Protocol):
+    """The part of a Checkpointer that is looked at."""
+
+    root: Path
+    rank: int
+    attempt: int
+
+    @property
+    def is_closed(self) -> bool: ...
+
+
+_made: weakref.WeakSet[Saver] = weakref.WeakSet()
+"""Those that this process has made and not forgotten."""
+
+
+def note_made(saver: Saver) -> None:
+    """Warn if this process has another open one of the same root and rank: its saves fail from now
+    on.
+    """
+    for other in list(_made):
+        if not other.is_closed and (other.root, other.rank) == (saver.root, saver.rank):
+            log.warning(
+                "%r supersedes the one of attempt %d, which is still open in this process, and "
+                "whose saves fail from now on: close() it first, or use one for all",
+                saver, other.attempt,
+            )  # fmt: skip
+    _made.add(saver)
+
+
+def tell_unprepared(planned_s: float, copied_s: float) -> None:
+    """Say what a first save paid that `prepare` would have paid ahead, and how to avoid it."""
+    log.log(
+        logging.WARNING if planned_s + copied_s > UNPREPARED_S else logging.INFO,
+        "the first save was not prepared: planning and reserving memory took %.1f s, copying into "
+        "pages never touched %.1f s; ck.prepare(state) before the loop pays for that ahead",
+        planned_s, copied_s,
+    )  # fmt: skip
