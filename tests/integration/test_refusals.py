@@ -15,7 +15,7 @@ from tests.integration import refused_states as bad
 from tests.integration import states
 from tests.integration.cluster import Rank, judge, nodes, run_ranks
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 """A rank that is not told of another's refusal would wait for this long."""
 
 

@@ -28,7 +28,7 @@ from milepost.arena import (
     memory_free,
     record_bytes,
 )
-from milepost.errors import Rejected, StorageError
+from milepost.errors import Rejected
 from milepost.format.layout import PAGE_BYTES, TableRow, pack_table, unpack_table
 
 TABLE = pack_table([TableRow(0, 0, 1000, 100, 500, 700, 900)])
