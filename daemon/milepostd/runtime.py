@@ -29,7 +29,6 @@ import msgspec
 import psutil
 
 from milepost.arena import find_arenas
-from milepost.claims import being_read
 from milepost.errors import MilepostError, StorageError, UsageError
 from milepost.format.manifest import FragmentFile
 from milepost.protocol import (
@@ -59,7 +58,6 @@ from milepost.protocol import (
     Welcome,
     WrittenFile,
 )
-from milepost.retention import doomed
 from milepost.storage import Root, storage_error
 from milepostd import systemd
 from milepostd.config import Settings
@@ -122,6 +120,7 @@ from milepostd.core.status import status_of
 from milepostd.faults import FaultPoints, parse_faults
 from milepostd.http import bind_as_set, make_app, serve, url_of
 from milepostd.journal import Journal, find_staged
+from milepostd.latest import Latest
 from milepostd.logs import emit
 from milepostd.metrics import Counters, make_exposition
 from milepostd.placement import Place
@@ -138,9 +137,6 @@ RETRY_S_MIN: Final = 0.1
 RETRY_S_MAX: Final = 10.0
 """First and longest pause before a file operation is tried again: a hiccup of a mount is over in a
 moment, a failover takes some seconds."""
-
-FOLLOW_PAUSES_S: Final = (0.1, 1.0, 10.0, 60.0, 300.0)
-"""How long to wait before each further try to let `latest` name what was committed."""
 
 FILE_THREADS: Final = 4
 """Threads for fragments, renames and deletions, apart from the image writers, so that one hung
@@ -262,6 +258,7 @@ class Runtime:
         self.service = systemd.ServiceManager(os.environ)
         self.writers = Threads("milepostd-writer", settings.writer_threads)
         self.files = Threads("milepostd-files", FILE_THREADS)
+        self.latest = Latest(self._in_files, self._spawn)
         self.limit = BandwidthLimit(settings.write_mbps * MB) if settings.write_mbps else None
         self.paces: dict[tuple[str, int], Pace] = {}
         """Of the images that are being written, by save and rank."""
@@ -785,28 +782,21 @@ class Runtime:
         save, root = command.save, Root(command.root)
         try:
             await self.faults.at("before-publish", _key(save), save.step)
-            path = await self._in_files(partial(root.publish, save))
+            publish = partial(self._in_files, partial(root.publish, save))
+            path = await self._retried(publish, command.until_ns)
             at_ms = time.time_ns() // 1_000_000
         except Exception as error:  # every failure becomes the command's one event
             return PublishFailed(save=save, cause=cause_of(error, node=self.node_ref.node_id))
         try:
             await self.faults.at("after-publish", _key(save), save.step)
-            await self._in_files(partial(root.advance_latest, save))
+            await self.latest.advance(root, save)
             await self.faults.at("before-committed", _key(save), save.step)
         except Exception as error:  # the rename has happened: it is a checkpoint
             cause = cause_of(error, node=self.node_ref.node_id)
             emit("warning", "latest.unmoved", job=save.job, save=save.save_id, step=save.step,
                  code=cause.code, cause=cause.message)  # fmt: skip
-            self._spawn(self._follow(root, save))
+            self.latest.follow_later(root, save)
         return Published(save=save, path=str(path), at_ms=at_ms)
-
-    async def _follow(self, root: Root, save: SaveRef) -> None:
-        """Let `latest` follow a checkpoint as soon as storage allows; the next commit does, too."""
-        for pause_s in FOLLOW_PAUSES_S:
-            await asyncio.sleep(pause_s)
-            with suppress(Exception):  # the first failure has been told
-                await self._in_files(partial(root.advance_latest, save))
-                return
 
     async def _give_up(self, command: GiveUp) -> AnyEvent:
         save, root = command.save, Root(command.root)
@@ -816,7 +806,7 @@ class Runtime:
             found = await self._in_files(partial(look, save))
             if found == "committed" and command.is_coordinator:
                 # It was published, in an earlier life perhaps, by one who did not get to this.
-                await self._in_files(partial(root.advance_latest, save))
+                await self.latest.advance(root, save)
         except Exception as error:  # every failure becomes the command's one event
             cause = cause_of(error, node=self.node_ref.node_id)
             emit("error", "save.unresolved", job=save.job, save=save.save_id, step=save.step,
@@ -845,7 +835,7 @@ class Runtime:
 
     async def _retain(self, command: Retain) -> AnyEvent:
         try:
-            removed = await self._in_files(partial(_retain, Root(command.root), command))
+            removed = await self.latest.retain(Root(command.root), command.keep)
         except Exception as error:  # a checkpoint too many is no loss
             cause = cause_of(error, node=self.node_ref.node_id)
             emit("warning", "retention.failed", job=command.job, code=cause.code,
@@ -929,20 +919,3 @@ def _discard(root: Root, save: SaveRef) -> None:
     """Delete what a save left, also what a late writer of this node has made since it ended."""
     root.give_up(save)
     root.discard(save)
-
-
-def _retain(root: Root, command: Retain) -> tuple[str, ...]:
-    """Remove what no rule keeps; return the names."""
-    entries = root.checkpoints()
-    read = being_read(root)
-    names = doomed(
-        [(entry.name, entry.step, entry.order) for entry in entries],
-        command.keep,
-        foreign={entry.name for entry in entries if not entry.save_id},
-    )
-    # What is being read goes at a later commit, and so does what `latest` still names.
-    latest = root.latest_target()
-    names = [name for name in names if name not in read and name != latest]
-    for name in names:
-        root.remove_checkpoint(name)
-    return tuple(names)

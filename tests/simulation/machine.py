@@ -79,7 +79,7 @@ from milepostd.core.events import (
     TimerFired,
 )
 from milepostd.core.node import Node, NodeSettings
-from milepostd.runtime import FOLLOW_PAUSES_S
+from milepostd.latest import FOLLOW_PAUSES_S
 from tests.simulation.disk import Image, Root
 from tests.simulation.world import SECOND_NS, Life, Sleep, Steps, World
 
@@ -159,6 +159,8 @@ class Daemon(Life):
         self.timers: dict[str, int] = {}
         self.links: dict[int, Link] = {}
         self.fragments: dict[tuple[str, str], dict[int, WrittenFile]] = {}
+        self.following = 0
+        """How many commits `latest` has yet to follow."""
         self.reading: dict[Slot, int] = {}
         self.sessions = 0
 
@@ -380,6 +382,7 @@ class Daemon(Life):
             yield from root.advance_latest(save)
         except (MilepostError, OSError):
             self.machine.oracle.note_unmoved()
+            self.following += 1
             self.world.spawn(self, self._follow(root, save))
         return Published(save=save, path=path, at_ms=self.world.now_ns // 1_000_000)
 
@@ -390,7 +393,8 @@ class Daemon(Life):
                 yield from root.advance_latest(save)
             except (MilepostError, OSError):
                 continue
-            return
+            break
+        self.following -= 1
 
     def give_up(self, command: GiveUp) -> Steps:
         save, root = command.save, self.root(command.root)
@@ -425,10 +429,13 @@ class Daemon(Life):
     def retain(self, command: Retain) -> Steps:
         root = self.root(command.root)
         removed: list[str] = []
+        if self.following:
+            return Retained(job=command.job, removed=())
         try:
             yield "listdir"
             candidates = root.checkpoints()
-            names = doomed(candidates, command.keep)
+            latest = root.latest_target()
+            names = [name for name in doomed(candidates, command.keep) if name != latest]
             self.machine.oracle.retaining(names, command.keep)
             for name in names:
                 yield from root.remove_checkpoint(name)

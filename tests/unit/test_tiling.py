@@ -128,11 +128,12 @@ def test_a_scalar_is_one_element() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4096, 1), (64, 64), (16, 256)])
-def test_4096_shards_take_less_than_a_tenth_of_a_second(shape: Box) -> None:
+def test_4096_shards_are_not_compared_pair_by_pair(shape: Box) -> None:
     rows, columns = shape
     boxes: Boxes = [((i * 3, j * 2), (3, 2)) for i in range(rows) for j in range(columns)]
     random.Random(7).shuffle(boxes)
     started_s = time.process_time()
     assert check_tiling((rows * 3, columns * 2), boxes) is None
     assert check_tiling((rows * 3, columns * 2), boxes[1:]) is not None
-    assert time.process_time() - started_s < 0.2
+    # A tenth of a second is usual; 16 million pairs would take ten.
+    assert time.process_time() - started_s < 3

@@ -116,6 +116,8 @@ class Publish(Command, frozen=True):
 
     save: SaveRef
     root: str
+    until_ns: int
+    """Failures that may pass are tried again until this instant."""
 
 
 class GiveUp(Command, frozen=True):

@@ -806,11 +806,15 @@ class Coordination(_Role):
         if not self.move(Trigger.INDEX_BUILT):
             return []
         self.checkpoint_bytes = event.checkpoint_bytes
-        return [Publish(save=self.save, root=self.job.root)]
+        return [Publish(save=self.save, root=self.job.root, until_ns=self.deadline_at_ns())]
 
     def index_failed(self, event: IndexFailed, now_ns: int) -> list[Command]:
         """The files do not make a whole."""
-        return self.refuse(Fail(save=self.save, cause=event.cause), now_ns)
+        cause = event.cause
+        if not cause.node:
+            # The planner's process does not know on which node it runs.
+            cause = Cause(cause.code, cause.message, cause.hint, self.node_id, cause.rank)
+        return self.refuse(Fail(save=self.save, cause=cause), now_ns)
 
     def published(self, event: Published, now_ns: int) -> list[Command]:
         """It is a checkpoint: tell everybody."""
