@@ -6,6 +6,7 @@ that should; 2 a usage error.
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -117,6 +118,8 @@ def main(
         idle_saves=2 if quick else idle_saves,
         quiet_steps=quiet_steps,
     )
+    # Whoever ends it gets back what it holds: processes, shared memory, folders.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results = run(
         folder,
         options,

@@ -180,9 +180,12 @@ def _start(
     folder = Path(tempfile.mkdtemp(prefix=f"{system}-", dir=place))
     # A socket's path must be short, and a daemon of an earlier trial must not be met.
     short = Path(tempfile.mkdtemp(prefix="bench-"))
+    # A daemon that is ended leaves what is staged, for its next life: here there is none.
+    memory = tempfile.mkdtemp(prefix="bench-", dir="/dev/shm")
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("MILEPOST")},
         "XDG_RUNTIME_DIR": str(short),
+        "MILEPOST_SHM_DIR": memory,
         "MASTER_ADDR": "127.0.0.1",
         "PYTHONPATH": os.pathsep.join(
             filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
@@ -233,6 +236,7 @@ def _start(
             process.kill()
             process.wait()
         _stop_daemon(default_run_dir(environment))
+        shutil.rmtree(memory, ignore_errors=True)
         shutil.rmtree(short, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
         # What this system left to the page cache must not be written out during the next one.

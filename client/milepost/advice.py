@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 log = logging.getLogger("milepost")
 
-UNPREPARED_S: Final = 1.0
+UNPREPARED_S: Final = 0.2
 """How long a first save may take that was not prepared before the log warns of it; below, it is
 told at the level of information.
 """
@@ -47,11 +47,17 @@ def note_made(saver: Saver) -> None:
     _made.add(saver)
 
 
-def tell_unprepared(planned_s: float, copied_s: float) -> None:
-    """Say what a first save paid that `prepare` would have paid ahead, and how to avoid it."""
+def tell_unprepared(planned_s: float, copied_s: float | None) -> None:
+    """Say what a first save paid that `prepare` would have paid ahead, and how to avoid it.
+
+    copied_s: None: the copy goes on behind training, and takes longer than later ones.
+    """
+    copied = "the copy behind training also touches its pages for the first time"
+    if copied_s is not None:
+        copied = f"copying into pages never touched {copied_s:.1f} s"
     log.log(
-        logging.WARNING if planned_s + copied_s > UNPREPARED_S else logging.INFO,
-        "the first save was not prepared: planning and reserving memory took %.1f s, copying into "
-        "pages never touched %.1f s; ck.prepare(state) before the loop pays for that ahead",
-        planned_s, copied_s,
+        logging.WARNING if planned_s + (copied_s or 0.0) > UNPREPARED_S else logging.INFO,
+        "the first save was not prepared: planning and reserving memory took %.1f s, %s; "
+        "ck.prepare(state) before the loop pays for that ahead",
+        planned_s, copied,
     )  # fmt: skip

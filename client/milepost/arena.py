@@ -56,6 +56,7 @@ _RECORD_AT: Final = 8
 """In a slot's record area: the state byte stands at 0, this head here, the record behind it."""
 _DATA_AT: Final = _RECORD_AT + _RECORD.size
 _LAYOUT_ID_BYTES: Final = 64
+_MADV_DONTFORK: Final = 10
 _MADV_POPULATE_WRITE: Final = 23
 _FAULT_PIECE_BYTES: Final = 64 << 20
 """One madvise call: long enough to be efficient, short enough that a signal is served in between.
@@ -223,6 +224,12 @@ class Arena:
         self.image_bytes: Final = shape.image_bytes
         self.nbytes: Final = shape.nbytes
         self._map = mmap.mmap(descriptor, shape.nbytes)
+        # A forked worker would keep the memory long after this process has given it back.
+        anchor = ctypes.c_char.from_buffer(self._map)
+        _LIBC.madvise(
+            ctypes.c_void_p(ctypes.addressof(anchor)), ctypes.c_size_t(shape.nbytes), _MADV_DONTFORK
+        )
+        del anchor
         self._view = memoryview(self._map)
         self.slots: Final = tuple(self._slots(shape))
 

@@ -10,7 +10,6 @@ Threads: public methods may be called from any thread, and take turns; handles a
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -19,16 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Concatenate,
-    Final,
-    Literal,
-    NamedTuple,
-    ParamSpec,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 
@@ -86,12 +76,13 @@ from milepost.restore import (
 )
 from milepost.retention import Policy
 from milepost.run_dir import default_run_dir
-from milepost.save import STAGED, Checkpoint, Save
+from milepost.save import STAGED, Checkpoint, EarlyEnds, Save, not_staged
 from milepost.session import JOIN_S, Session
 from milepost.staging import Staged as StagedImage
 from milepost.staging import Stager
 from milepost.state import Items
 from milepost.storage import Root
+from milepost.turns import in_turn
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -106,23 +97,6 @@ WAIT_TOLD_S: Final = 15.0
 
 LAYOUTS_MAX: Final = 8
 """Structures whose layouts are remembered: with and without optimizer state, say, in turn."""
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _in_turn(
-    method: Callable[Concatenate[Checkpointer, P], R],
-) -> Callable[Concatenate[Checkpointer, P], R]:
-    """Let threads that call such methods of one Checkpointer take turns."""
-
-    @functools.wraps(method)
-    def call(self: Checkpointer, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._one_call:
-            return method(self, *args, **kwargs)
-
-    return call
 
 
 class _Plan(NamedTuple):
@@ -221,6 +195,7 @@ class Checkpointer:
         self._pid = os.getpid()
         self._count = 0
         self._taken: dict[str, str] = {}
+        self._early_ends = EarlyEnds()
         """Directory names this attempt has saved under, or resumed from, with a word on which."""
         self._step_last = -1
         """Greatest step this attempt has committed."""
@@ -371,6 +346,7 @@ class Checkpointer:
         with self._changed:
             save = self._saves.pop(save_id, None)
             if save is None:
+                self._early_ends.keep(save_id, phase, cause)
                 return
             if phase in ("failed", "skipped"):
                 self._taken.pop(save.name, None)
@@ -393,7 +369,7 @@ class Checkpointer:
 
     # --- saving
 
-    @_in_turn
+    @in_turn
     def prepare(
         self,
         state: Mapping[str, Any],
@@ -406,7 +382,8 @@ class Checkpointer:
 
         Args:
             state: as for `save`; nothing of it is kept.
-            wait: False: in the background; a `save()` meanwhile waits for it.
+            wait: False: in the background; a `save()` meanwhile waits for it. Training goes on, so
+                replicas are not compared between ranks.
             per_rank: as for `save`.
 
         Raises:
@@ -419,12 +396,12 @@ class Checkpointer:
         self._finish_copy()
         ref = self._next_ref(0, "prepare", is_plan_only=True)
         if wait:
-            self._prepare(ref, state, per_rank)
+            self._prepare(ref, state, per_rank, is_still=True)
             return
 
         def prepare() -> None:
             try:
-                self._prepare(ref, state, per_rank)
+                self._prepare(ref, state, per_rank, is_still=False)
             except Exception as error:
                 log.warning("prepare failed, the first save will be slow: %s", error)
 
@@ -432,9 +409,10 @@ class Checkpointer:
         self._preparing.start()
 
     def _finish_preparing(self) -> None:
-        thread, self._preparing = self._preparing, None
-        if thread is not None:
-            thread.join()
+        # Forgotten afterwards only: if this wait is interrupted, the next call waits again.
+        if self._preparing is not None and self._preparing.ident is not None:
+            self._preparing.join()
+        self._preparing = None
 
     def _finish_copy(self) -> None:
         """Wait for a copy in the background, which uses the stager."""
@@ -452,25 +430,39 @@ class Checkpointer:
             self._overlap.guard()
 
     def _prepare(
-        self, ref: SaveRef, state: Mapping[str, Any], per_rank: Mapping[str, Any] | None
+        self,
+        ref: SaveRef,
+        state: Mapping[str, Any],
+        per_rank: Mapping[str, Any] | None,
+        *,
+        is_still: bool,
     ) -> None:
+        """Plan and fault in. `is_still`: the state does not change meanwhile."""
         save = Save(ref.step, ref.name, ref.save_id, lambda: None)
         with self._changed:
             self._saves[ref.save_id] = save
         try:
             with collector_paused():
-                self._plan_for(ref, save, state, per_rank)
+                content = self._reader.read(ref.save_id, state, per_rank, self._join)
+                self._claim_root()
+                self._plan(ref, save, content, is_still=is_still)
             self._stager.fault_in()
         except MilepostError as error:
             self._give_up(ref, error)
+            raise
+        except BaseException as error:
+            # The other ranks plan with this one, and must not wait for it.
+            self._give_up(ref, not_staged(self.rank, error))
             raise
         finally:
             self._session.settle(ref.save_id)
             with self._changed:
                 self._saves.pop(ref.save_id, None)
                 self._failures = [each for each in self._failures if each is not save]
+            # For `wait()`, which may have found it among the saves under way.
+            save.fail("skipped", Cause("aborted", "it was to prepare only"))
 
-    @_in_turn
+    @in_turn
     def save(
         self,
         step: int,
@@ -510,6 +502,9 @@ class Checkpointer:
             self._saves[ref.save_id] = save
         with self._changed:
             self._taken[name] = f"save {ref.save_id} of this attempt"
+            early = self._early_ends.take(ref.save_id)
+        if early is not None:
+            self._end(ref.save_id, *early)
         try:
             with collector_paused():
                 self._fill(ref, save, state, per_rank)
@@ -519,23 +514,10 @@ class Checkpointer:
         except MilepostError as error:
             self._give_up(ref, error)
         except BaseException as error:
-            code = "internal" if isinstance(error, Exception) else "aborted"
-            self._give_up(ref, SaveFailed(code, f"rank {self.rank} could not stage: {error!r}"))
+            self._give_up(ref, not_staged(self.rank, error))
             raise
         save.stall_s = time.monotonic() - started_s
         return save
-
-    def _plan_for(
-        self,
-        ref: SaveRef,
-        save: Save,
-        state: Mapping[str, Any],
-        per_rank: Mapping[str, Any] | None,
-    ) -> None:
-        """Get a layout for the state and put it in force."""
-        content = self._reader.read(ref.save_id, state, per_rank, self._join)
-        self._claim_root()
-        self._plan(ref, save, content)
 
     def _fill(
         self,
@@ -671,7 +653,8 @@ class Checkpointer:
         else:
             self._stage_behind(ref, save, slot, items, objects, selection)
         if self._count == 1 and self.rank == 0:
-            tell_unprepared(planned_s - started_s, time.monotonic() - planned_s)
+            copied_s = None if selection else time.monotonic() - planned_s
+            tell_unprepared(planned_s - started_s, copied_s)
 
     def _free_slot_of_layout(self) -> Slot:
         """Return a free slot of the layout in force; `_take_turn` has made sure of one."""
@@ -736,13 +719,15 @@ class Checkpointer:
             )
         )
 
-    def _plan(self, ref: SaveRef, save: Save, content: Content) -> dict[int, bytes] | None:
+    def _plan(
+        self, ref: SaveRef, save: Save, content: Content, *, is_still: bool = True
+    ) -> dict[int, bytes] | None:
         """Offer the items, wait for this rank's layout and put it in force.
 
         Returns the serialised objects; None if the save ended meanwhile. Raises UsageError
         ("unpicklable"), Rejected ("shm-too-small").
         """
-        offer, objects = self._reader.offer(content)
+        offer, objects = self._reader.offer(content, is_still=is_still)
         self._session.say(
             Offered(save=ref, fingerprint=content.structure, offer=encode_offer(offer))
         )
@@ -789,7 +774,7 @@ class Checkpointer:
                 return entry.step
         return None
 
-    @_in_turn
+    @in_turn
     def load(
         self,
         state: dict[str, Any],
@@ -817,6 +802,7 @@ class Checkpointer:
         """
         self._check_open()
         check_choice("source", source, ("auto", "storage"))
+        self._finish_preparing()
         self._finish_copy()
         self._loads += 1
         self.wait()

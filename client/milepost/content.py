@@ -100,9 +100,12 @@ class ContentReader:
         structure = fingerprint(resolved.items, (*self._place, final.plan_id))
         return Content(resolved.items, structure, resolved.objects, final)
 
-    def offer(self, content: Content) -> tuple[Offer, dict[int, bytes]]:
+    def offer(self, content: Content, *, is_still: bool = True) -> tuple[Offer, dict[int, bytes]]:
         """Return what the planner is told, and all objects serialised. Raises UsageError
         ("unpicklable").
+
+        is_still: nothing changes the state meanwhile on any rank, so that replicas that differ do
+        so for good, and are found.
         """
         if content.final is not None:
             objects = content.objects or {}
@@ -112,7 +115,7 @@ class ContentReader:
         offer = make_offer(
             content.items,
             objects,
-            with_digests=world > 1,
+            with_digests=world > 1 and is_still,
             to_lowest_rank=wants_lowest_rank(self._planner),
         )
         return offer, objects

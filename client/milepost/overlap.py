@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
 import threading
 import time
 import weakref
@@ -253,6 +254,15 @@ def _refuse(what: str, hint: str) -> UsageError:
     return UsageError("usage", f"staging='overlap' cannot hold: {what}", f"{hint}, {BLOCKING_HINT}")
 
 
+def _dense(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that fill the memory from their first element to their last. Between the
+    elements of the others there may be somebody else's.
+    """
+    if all(map(torch.Tensor.is_contiguous, tensors)):
+        return tensors
+    return [tensor for tensor in tensors if _strided_extent(tensor) == tensor.nbytes]
+
+
 class Selection(NamedTuple):
     """What of a state may be copied late."""
 
@@ -276,7 +286,9 @@ class _Matching:
     ) -> tuple[Selection, bool]:
         """Return the items, and whether one of them begins where each parameter does."""
         sources = items.sources
-        spans = near = Spans(parameters + state)
+        spans = Spans(parameters + state)
+        parameters, state = _dense(parameters), _dense(state)
+        near = filled = Spans(parameters + state)
         # A state dict holds an optimizer's very tensors, which is cheaper to see than addresses. Of
         # parameters it holds others over the same memory.
         own = set(map(id, state))
@@ -293,7 +305,7 @@ class _Matching:
             self._asked = asked
             if found and not all(is_held):
                 # Buffers, or what is in the state twice: that is seen from all ranges only.
-                is_held = spans.cover(pointers, lengths)
+                is_held = filled.cover(pointers, lengths)
                 self._asked = None
             # What has no bytes is nowhere.
             begin = {0, *compress(pointers, is_held)}
@@ -471,6 +483,8 @@ class Copy:
         self._parts = parts
         self._on_end = on_end
         self._on_waited = on_waited
+        self._pid = os.getpid()
+        self._has_ended = False
         self._given = threading.Event()
         """All work was given to the queues; in host memory that means: done."""
         self.spans = spans
@@ -502,9 +516,21 @@ class Copy:
         except BaseException as caught:
             error = SaveFailed("internal", f"the background copy failed: {caught!r}")
         finally:
-            for part in self._parts:
-                part.let_go()
-        self._on_end(error)
+            self.let_go()
+        try:
+            self._on_end(error)
+        finally:
+            self._has_ended = True
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is copied any more: also in a forked child, which has no such thread."""
+        return self._has_ended or os.getpid() != self._pid
+
+    def let_go(self) -> None:
+        """Drop every reference to the state and to the image."""
+        for part in self._parts:
+            part.let_go()
 
     def _give(self) -> None:
         for part in self._parts:
@@ -512,6 +538,8 @@ class Copy:
 
     def hold(self) -> None:
         """Keep the caller, on the host or by its streams, until what is guarded was copied."""
+        if self.has_ended:
+            return
         if not self._given.is_set():
             started_s = time.monotonic()
             self._given.wait()
@@ -660,7 +688,7 @@ class Overlap:
         for optimizer in self._optimizers:
 
             def is_missing(parameter: torch.Tensor) -> bool:
-                parts = [part for part in _memory([parameter]) if part.numel()]
+                parts = _dense([part for part in _memory([parameter]) if part.numel()])
                 # The state may hold views of a flat parameter.
                 return bool(parts) and not any(Spans(parts).held(held))
 
@@ -736,8 +764,14 @@ class Overlap:
         # Not a daemon: at the interpreter's end it must not be stopped within torch. A thread a
         # save, for one that waits for the next save would keep the interpreter from ending.
         thread = threading.Thread(target=copy.run, name="milepost-copy")
+        # First of all, since the thread may have run before `start` returns, or is interrupted.
         self._copy, self._thread = copy, thread
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._copy = self._thread = None
+            copy.let_go()
+            raise SaveFailed("internal", f"no thread can be started to copy: {error}") from error
 
     def _parts(
         self,
@@ -801,8 +835,8 @@ class Overlap:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Hold a step that changes what is being copied."""
-        copy, thread = self._copy, self._thread
-        if copy is None or thread is None or not thread.is_alive():
+        copy = self._copy
+        if copy is None or copy.has_ended:
             return
         is_ours = any(optimizer is each for each in self._optimizers)
         if is_ours or copy.spans.meet(stepped(optimizer)):
@@ -816,10 +850,11 @@ class Overlap:
 
     def settle(self) -> None:
         """Return once no copy is under way, and what came of the last one was told."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-        self._copy = None
+        # Forgotten afterwards only: another thread's step must find it meanwhile, and so must the
+        # next call if this one is interrupted.
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
+        self._copy = self._thread = None
 
     def close(self) -> None:
         """Settle, and guard no more."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import torch
 
 from milepost.arena import Arena, Slot, SlotRecord, SlotState, arena_path, record_bytes
-from milepost.errors import SaveFailed
+from milepost.errors import Rejected, SaveFailed
 from milepost.format import container
 from milepost.format.layout import (
     PAGE_BYTES,
@@ -237,6 +237,10 @@ class _Generation:
         self.arena.close()
 
 
+def _is_free(generation: _Generation) -> bool:
+    return all(slot.state is SlotState.FREE for slot in generation.arena.slots)
+
+
 class Staged(NamedTuple):
     """A complete image. `slot` is the one used: another than asked for if the arena had to grow."""
 
@@ -316,7 +320,8 @@ class Stager:
         in it are serialised here. Once a layout: what a save needs on top is one `stage`.
 
         Raises:
-            Rejected: "shm-too-small"; the old layout stays in force.
+            Rejected: "shm-too-small"; the old layout stays in force, unless its arena was given
+                up for the new one and there was no room all the same.
             UsageError: "unpicklable".
         """
         if self.layout_id == layout_id:
@@ -510,14 +515,15 @@ class Stager:
             wanted += sum(align(length, SMALL_ALIGN_BYTES) for length in object_bytes)
             wanted += max(OBJECTS_SPARE_BYTES, wanted - layout.objects_at >> 2)
         self._drop_retired()
-        arena = Arena.create(
-            arena_path(self._job, self._attempt, self._rank, self._generation),
-            layout_id=layout.layout_id,
-            table=layout.table,
-            slots=self._slots,
-            image_bytes=wanted,
-            record_bytes=record_bytes(len(layout.objects)),
-        )
+        try:
+            arena = self._make_arena(layout, wanted)
+        except Rejected:
+            if self._current is None or not _is_free(self._current):
+                raise
+            # Old and new together do not fit; nothing in the old one is needed.
+            self.renew()
+            self._drop_retired()
+            arena = self._make_arena(layout, wanted)
         self._generation += 1
         current = _Generation(arena, layout)
         for slot in arena.slots:
@@ -533,11 +539,21 @@ class Stager:
         self._drop_retired()
         return current
 
+    def _make_arena(self, layout: Layout, image_bytes: int) -> Arena:
+        return Arena.create(
+            arena_path(self._job, self._attempt, self._rank, self._generation),
+            layout_id=layout.layout_id,
+            table=layout.table,
+            slots=self._slots,
+            image_bytes=image_bytes,
+            record_bytes=record_bytes(len(layout.objects)),
+        )
+
     def _drop_retired(self) -> None:
         """Unmap and remove earlier arenas whose slots are all free."""
         kept = []
         for each in self._retired:
-            if all(slot.state is SlotState.FREE for slot in each.arena.slots):
+            if _is_free(each):
                 each.close(self._pinner)
                 each.arena.unlink()
             else:

@@ -371,14 +371,29 @@ def test_the_pages_are_shared_out_among_threads_and_each_is_mapped_once(
                 both.wait()  # passed only if two threads are here
             return 0
 
+    arena = create(tmp_path / "a", image_bytes=200_000)
     monkeypatch.setattr(arena_module, "_LIBC", Libc())
     monkeypatch.setattr(arena_module, "_FAULT_PIECE_BYTES", 5 * PAGE_BYTES)
-    arena = create(tmp_path / "a", image_bytes=200_000)
     arena.fault_in(2)
     assert 2 == len({name for name, _, _ in asked})
     spans = sorted((start, start + length) for _, start, length in asked)
     assert all(end == start for (_, end), (start, _) in pairwise(spans))
     assert arena.nbytes == spans[-1][1] - spans[0][0]
+    arena.close()
+
+
+def test_a_forked_child_does_not_keep_the_memory(tmp_path: Path) -> None:
+    arena = create(tmp_path / "a")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writer, b"kept" if str(tmp_path) in Path("/proc/self/maps").read_text() else b"no")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    assert b"no" == os.read(reader, 16)
+    for end in (reader, writer):
+        os.close(end)
     arena.close()
 
 

@@ -182,9 +182,11 @@ def test_a_first_save_tells_what_it_paid_and_how_to_avoid_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, "milepost"):
-        advice.tell_unprepared(0.2, 0.1)
+        advice.tell_unprepared(0.05, 0.1)
         advice.tell_unprepared(2.0, 3.5)
-    assert ["INFO", "WARNING"] == [record.levelname for record in caplog.records]
+        advice.tell_unprepared(2.0, None)
+    assert ["INFO", "WARNING", "WARNING"] == [record.levelname for record in caplog.records]
+    assert "behind training" in caplog.messages[2]
     assert "2.0 s" in caplog.messages[1]
     assert "3.5 s" in caplog.messages[1]
     assert "ck.prepare(state)" in caplog.messages[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from milepost import overlap as under_test
 from milepost.arena import Slot
-from milepost.errors import MilepostError, UsageError
+from milepost.errors import MilepostError, SaveFailed, UsageError
 from milepost.flattening import flatten
 from milepost.overlap import EARLY_MAX, Overlap, Spans, copy_with_one_thread
 from milepost.sampling import Sampler
@@ -518,6 +519,76 @@ def test_a_failure_of_the_copy_ends_the_save_and_lets_the_guard_go(bench: MakeBe
     assert error is not None
     assert error.code == "internal"
     assert "RuntimeError('no')" in error.message
+
+
+def test_a_step_waits_although_another_thread_waits_for_the_copy_too(
+    bench: MakeBench, gated: GatedStreams
+) -> None:
+    parameters = _model()
+    optimizer = torch.optim.SGD(parameters, lr=1)
+    made = bench(optimizer, lambda _: gated)
+    made.save(_state(parameters, optimizer))
+    settling = threading.Thread(target=made.overlap.settle)
+    settling.start()
+    stepping = threading.Thread(target=_step, args=(optimizer, parameters))
+    while settling.is_alive() and not settling.ident:
+        pass
+    stepping.start()
+    stepping.join(0.3)
+    assert stepping.is_alive(), "the step has overtaken the copy"
+    gated.gate.set()
+    for thread in (stepping, settling):
+        thread.join(END_S)
+    assert made.errors == [None]
+    assert torch.equal(torch.zeros(8, 4), made.image()["model.p0"])
+
+
+def test_a_copy_whose_thread_cannot_be_started_fails_its_save_and_holds_nobody(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = _model()
+    optimizer = torch.optim.SGD(parameters, lr=1)
+    made = bench(optimizer)
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        with pytest.raises(SaveFailed, match="no thread can be started to copy"):
+            made.save(_state(parameters, optimizer))
+    made.overlap.guard()
+    _step(optimizer, parameters)
+    assert made.slot is not None
+    made.slot.release()
+    made.save(_state(parameters, optimizer))
+    assert torch.equal(parameters[0], made.image()["model.p0"])
+
+
+def test_a_forked_child_is_not_held_by_its_parents_copy(
+    bench: MakeBench, gated: GatedStreams
+) -> None:
+    parameters = _model()
+    optimizer = torch.optim.SGD(parameters, lr=1)
+    made = bench(optimizer, lambda _: gated)
+    made.save(_state(parameters, optimizer))
+    child = os.fork()
+    if not child:
+        made.overlap.guard()
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
+    assert 7 == os.waitstatus_to_exitcode(status)
+    gated.gate.set()
+
+
+def test_what_lies_between_the_elements_of_a_parameter_is_copied_at_once(bench: MakeBench) -> None:
+    base = torch.zeros(4, 6)
+    parameter, between = nn.Parameter(base[:, :4]), base[:-1, 4:]
+    optimizer = torch.optim.SGD([parameter], lr=1)
+    made = bench(optimizer)
+    found = made.save({"p": parameter, "between": between, "whole": torch.ones(2)})
+    assert [] == found["guarded"]
+    assert {"p", "between", "whole"} == set(found["now"])
 
 
 @pytest.mark.parametrize(

@@ -328,16 +328,43 @@ def test_a_new_layout_is_a_new_generation_and_an_old_one_is_never_made_twice(
     assert one.layout_id == "second"
 
 
-def test_shared_memory_too_small_leaves_the_layout_in_force(
+def test_shared_memory_too_small_leaves_the_layout_in_force_that_is_used(
     stager: MakeStager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = stager()
-    lay_out(one, items_of({"a": torch.ones(2)}), "first")
+    staged = saved(one, {"a": torch.ones(2)}, "first")
     monkeypatch.setattr("milepost.arena._free_bytes", lambda _: 4096)
     with pytest.raises(Rejected, match="shm-too-small"):
         lay_out(one, items_of({"a": torch.ones(100)}), "second")
     assert one.layout_id == "first"
-    assert len(one.arenas) == 1
+    assert (staged.arena,) == one.arenas
+
+
+def test_an_arena_in_which_nothing_is_needed_makes_room_for_the_next(
+    stager: MakeStager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = stager()
+    first = saved(one, {"a": torch.ones(2)}, "first")
+    first.slot.release()
+    monkeypatch.setattr(
+        "milepost.arena._free_bytes", lambda _: 4096 if first.arena.exists() else 1 << 30
+    )
+    saved(one, {"a": torch.ones(100)}, "second")
+    assert one.layout_id == "second"
+    assert first.arena not in one.arenas
+
+
+def test_after_shared_memory_was_too_small_for_a_new_layout_the_old_one_can_be_made_again(
+    stager: MakeStager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = stager()
+    saved(one, {"a": torch.ones(2)}, "first").slot.release()
+    with monkeypatch.context() as patched:
+        patched.setattr("milepost.arena._free_bytes", lambda _: 4096)
+        with pytest.raises(Rejected, match="shm-too-small"):
+            lay_out(one, items_of({"a": torch.ones(100)}), "second")
+    items = items_of({"a": torch.ones(2)})
+    assert same_bits(torch.ones(2), content(saved(one, {"a": torch.ones(2)}, "first"), items)["a"])
 
 
 def test_a_copy_in_parts_is_the_same_image(stager: MakeStager) -> None:

@@ -1,0 +1,99 @@
+"""Calls of a Checkpointer that meet: one in the background, one that fails, one that comes late."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.integration.cluster import Rank, nodes, run_ranks
+
+HELD = "after-staged:sleep:3@1,after-staged:sleep:3@2"
+"""Keeps the slots of the first two saves for some seconds."""
+
+
+def prepare_behind(rank: Rank) -> dict[str, Any]:
+    from milepost import Checkpointer
+
+    state = {"w": torch.rand(200_000)}
+    with Checkpointer(rank.root) as ck:
+        ck.prepare(state, wait=False)
+        ck.wait(60)
+        first = ck.save(1, state).wait(60).step
+        ck.prepare({"other": torch.rand(100_000)}, wait=False)
+        loaded = ck.load({"w": torch.zeros(200_000)}).step
+        second = ck.save(2, {"other": torch.rand(100_000)}).wait(60).step
+    return {"steps": (first, loaded, second)}
+
+
+def test_whoever_waits_or_loads_waits_for_what_is_prepared_behind(folder: Path) -> None:
+    root = folder / "root"
+    with nodes(folder, 1, root) as (node,):
+        told = run_ranks(prepare_behind, root, [node, node])
+    assert [(1, 1, 2)] * 2 == [each["steps"] for each in told]
+
+
+class Broken:
+    """A part of the state that cannot be told."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("not now")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def prepare_what_raises_on_one(rank: Rank) -> dict[str, Any]:
+    from milepost import Checkpointer, SaveFailed
+
+    state = {"w": torch.ones(10)}
+    with Checkpointer(rank.root) as ck:
+        broken: dict[str, Any] = {**state, "b": Broken()} if rank.rank else state
+        with pytest.raises((ValueError, SaveFailed)) as raised:
+            ck.prepare(broken)
+        dist.barrier()
+        return {"raised": repr(raised.value), "step": ck.save(1, state).wait(60).step}
+
+
+def test_a_state_that_raises_in_prepare_on_one_rank_ends_it_on_all_and_the_next_save_commits(
+    folder: Path,
+) -> None:
+    root = folder / "root"
+    with nodes(folder, 1, root) as (node,):
+        told = run_ranks(prepare_what_raises_on_one, root, [node, node])
+    assert [1, 1] == [each["step"] for each in told]
+    assert "rank 1 could not stage: ValueError('not now')" in told[0]["raised"]
+    assert "ValueError('not now')" == told[1]["raised"]
+
+
+def skip_ahead_of_the_others(rank: Rank) -> dict[str, Any]:
+    from milepost import Checkpointer
+
+    state = {"w": torch.rand(1000)}
+    on_busy: Any = "skip" if rank.rank else "wait"
+    with Checkpointer(rank.root, on_busy=on_busy) as ck:
+        ck.prepare(state)
+        _, held = ck.save(1, state), ck.save(2, state)
+        dist.barrier()
+        if rank.rank == 0:
+            # Time for the other's word to be here before this rank calls.
+            time.sleep(1)
+        skipped = ck.save(3, state)
+        was_held = not held.done()
+        with pytest.raises(Exception, match="slots in use"):
+            skipped.wait(60)
+        told = (skipped.phase, was_held, held.wait(60).step)
+        dist.barrier()
+        return {"told": told, "next": ck.save(4, state).wait(60).step}
+
+
+def test_a_step_that_one_rank_skipped_keeps_no_later_rank_waiting_for_a_slot(folder: Path) -> None:
+    root = folder / "root"
+    with nodes(folder, 1, root, ["--allow-faults"], MILEPOSTD_FAULTS=HELD) as (node,):
+        told = run_ranks(skip_ahead_of_the_others, root, [node, node])
+    assert [("skipped", True, 2)] * 2 == [each["told"] for each in told]
+    assert [4, 4] == [each["next"] for each in told]
