@@ -131,7 +131,8 @@ class Checkpointer:
             optimizer's parameters and state are copied behind the next forward and backward, and
             its next step waits for that; see docs/overlap.md.
         optimizer: with "overlap", the torch optimizer of the state that is saved, or several.
-        deadline_s: how long one save may take, all stages together.
+        deadline_s: how long one save may take, all stages together, from its first word at the
+            daemon; a `save()` that has to wait for a slot waits as long at most before that.
 
     Raises:
         UsageError: an argument is wrong, or ranks disagree.

@@ -368,7 +368,14 @@ class Composer:
         save = request.save
         root = Root(request.root)
         directory = root.save_dir(save)
-        files = _read_fragments(directory, request)
+        try:
+            files = _read_fragments(directory, request)
+        except _FileUnseenError:
+            # Fragments go before the rename: a coordinator that was killed in between finds none.
+            built = _built_before(directory, request)
+            if built is None:
+                raise
+            return built
         composition = self._compose(request)
         objects = {
             rank: {item: (at, length) for item, at, length, _ in file.objects}
@@ -477,6 +484,28 @@ def _read_fragments(directory: Path, request: IndexWanted) -> dict[int, manifest
         ranks = sorted(r for r in told.keys() | wanted.keys() if told.get(r) != wanted.get(r))
         raise _broken(f"fragments and reports differ about the files of ranks {ranks}")
     return files
+
+
+def _built_before(directory: Path, request: IndexWanted) -> IndexBuilt | None:
+    """Return what an earlier life of the coordinator built of this very save, if that is whole."""
+    from milepost.format.index import METADATA_NAME
+
+    try:
+        described = manifest.read_manifest(directory)
+        pickled = (directory / METADATA_NAME).read_bytes()
+        if (
+            described is None
+            or described.save_id != request.save.save_id
+            or described.world != len(request.files)
+            or described.index_crc != isal_zlib.crc32(pickled)
+        ):
+            return None
+        for name, length in zip(described.files, described.file_bytes, strict=True):
+            _check_length(directory / name, length, "")
+        own = (directory / manifest.MANIFEST_NAME).stat().st_size + len(pickled)
+    except (OSError, MilepostError, _FileUnseenError):
+        return None
+    return IndexBuilt(call=request.call, checkpoint_bytes=sum(described.file_bytes) + own)
 
 
 def _check_length(path: Path, length: int, node: str) -> None:

@@ -38,6 +38,9 @@ ON_THE_RANK: Final = ("after-staged", "mid-write", "after-write")
 PUBLISHED: Final = ("after-publish", "before-committed")
 """Points after the rename: it is a checkpoint, whatever fails."""
 
+QUOTA_AT: Final = ("mid-write", "before-durable", "before-metadata", "before-publish")
+"""Where a quota is tried, which goes the way of a full disk."""
+
 CODES: Final = {
     "raise": "internal", "enospc": "no-space", "edquot": "quota", "eio": "io-error",
 }  # fmt: skip
@@ -70,7 +73,7 @@ class Case(NamedTuple):
 def _cases() -> list[Case]:
     cases: list[Case] = []
     for action in ("kill", "eio", "enospc", "edquot", "raise", "sleep", "stop"):
-        for point in POINTS:
+        for point in QUOTA_AT if action == "edquot" else POINTS:
             for node in (0, 1) if point in ON_EVERY_NODE else (0,):
                 cases.append(Case(point, action, node, 10 * (len(cases) + 1)))
     return cases

@@ -272,6 +272,32 @@ def test_a_killed_planner_comes_back_and_still_knows_its_layouts(tmp_path: Path)
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_an_index_that_was_built_before_its_coordinator_was_killed_stands(tmp_path: Path) -> None:
+    async def run() -> None:
+        planner = Planner(tmp_path / "plans")
+        ranks = [Rank(0), Rank(1)]
+        save = Save(tmp_path / "root", ranks, await plan(planner, *[r.report() for r in ranks]))
+        first = await save.index(planner)
+        directory = save.root.save_dir(SAVE)
+        # What `publish` does before its rename.
+        for fragment in directory.glob(f"{FRAGMENT_PREFIX}*"):
+            fragment.unlink()
+        again = await save.index(planner)
+        assert isinstance(first, IndexBuilt), first
+        assert isinstance(again, IndexBuilt), again
+        assert first.checkpoint_bytes == again.checkpoint_bytes
+        data = (directory / "__1_0.distcp").read_bytes()
+        (directory / "__1_0.distcp").write_bytes(data[:-1])
+        torn = await save.index(planner)
+        assert isinstance(torn, Cause)
+        assert torn.code == "root-not-shared"
+        (directory / "__1_0.distcp").write_bytes(data)
+        await planner.stop()
+        assert_loads(save.root.publish(SAVE))
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_a_planner_that_is_stuck_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -488,6 +488,9 @@ class Root:
         for name in fragments:
             file = folder.entries.get(name) if isinstance(folder, Folder) else None
             if not isinstance(file, File):
+                built = self._built_before(save, folder)
+                if built:
+                    return built
                 raise SaveFailed("root-not-shared", f"{name} is not there")
             if not isinstance(file.content, Fragment) or file.content.save_id != save.save_id:
                 raise SaveFailed("plan-failed", f"{name} is of another save")
@@ -504,6 +507,17 @@ class Root:
         for name in (MANIFEST, METADATA):
             yield from reported("write", self.path, self.write_into(save, name, manifest))
         return 4096 * len(rows)
+
+    @staticmethod
+    def _built_before(save: SaveRef, folder: object) -> int:
+        """Return the size of what an earlier life of the coordinator built; 0 if it did not."""
+        if not isinstance(folder, Folder) or METADATA not in folder.entries:
+            return 0
+        file = folder.entries.get(MANIFEST)
+        found = file.content if isinstance(file, File) else None
+        if not isinstance(found, Manifest) or found.save_id != save.save_id:
+            return 0
+        return 4096 * len(found.files) * all(name in folder.entries for _, name in found.files)
 
     def publish(self, save: SaveRef) -> Calls[str]:
         yield from reported("publish", self.path, self._publish(save))

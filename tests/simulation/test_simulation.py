@@ -177,8 +177,8 @@ def remove_newest(checkpoints: list[Any], keep: Keep) -> list[str]:
         (Twin, "_sync", no_sync, "is not synced", 0),
         ("tests.simulation.machine", "doomed", remove_newest, "retention by", 0),
         (Participation, "is_recalled", property(lambda role: False, lambda role, value: None),
-         "has two outcomes", 75),
-        (Twin, "_is_published", lambda root, save: False, "has two outcomes", 30),
+         "has two outcomes", 290),
+        (Twin, "_is_published", lambda root, save: False, "latest is None", 0),
     ],
 )  # fmt: skip
 @pytest.mark.slow
