@@ -83,7 +83,9 @@ def test_twenty_daemons_started_at_once_on_one_machine_commit_a_save_together(
         # The coordinator talks to all, the others to it; nobody's descriptors grow with saves.
         assert all(each["descriptors"] < 100 for each in after[1:]), after
         assert all(each["rss"] < 200 << 20 for each in after), after
-        assert [each["descriptors"] for each in before] == [each["descriptors"] for each in after]
+        # A few come and go with work on files.
+        for was, now in zip(before, after, strict=True):
+            assert abs(now["descriptors"] - was["descriptors"]) <= 2, (was, now)
         assert MANY == len(os.listdir(shm))
         crew.dismiss()
     assert [] == partials(root)
