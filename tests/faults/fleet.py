@@ -15,7 +15,8 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -54,12 +55,8 @@ class Fired(NamedTuple):
     step: int
 
 
-def until(is_so: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Return once it is so; fail with `what` if it is not in time."""
-    until_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < until_s, f"not so within {timeout_s:g} s: {what}"
-        time.sleep(0.02)
+until = partial(cluster.until, timeout_s=60.0)
+"""Returns once it is so; fails with what it waits for if it is not in time."""
 
 
 def log_lines(node: Node) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -18,11 +17,10 @@ from pathlib import Path
 from typing import Final
 
 import psutil
-import pytest
+
+from tests.integration.tracing import skip_if_forbidden
 
 ATTACH_S: Final = 30.0
-
-needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 
 
 class Injection:
@@ -77,8 +75,7 @@ def injecting(
             if tracer.poll() is not None:
                 assert tracer.stderr is not None
                 told = tracer.stderr.read()
-                if "not permitted" in told:
-                    pytest.skip("processes may not be traced here")
+                skip_if_forbidden(told)
                 raise AssertionError(f"strace has ended: {told}")
             assert time.monotonic() < until_s, f"strace does not attach to {pids}"
             time.sleep(0.02)

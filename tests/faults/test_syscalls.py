@@ -28,7 +28,8 @@ from tests.faults.fleet import (
     until,
     warm_up,
 )
-from tests.faults.syscalls import injecting, needs_strace, planner_of
+from tests.faults.syscalls import injecting, planner_of
+from tests.integration.tracing import needs_strace
 
 pytestmark = needs_strace
 

@@ -122,6 +122,14 @@ def start_node(
     return Node(run_dir, process, log)
 
 
+def until(is_so: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    """Return once it is so; fail with `what` if it is not in time."""
+    until_s = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < until_s, f"not so within {timeout_s:g} s: {what}"
+        time.sleep(0.02)
+
+
 def await_answer(node: Node, timeout_s: float = 60.0) -> None:
     """Return once the daemon answers."""
     until_s = time.monotonic() + timeout_s

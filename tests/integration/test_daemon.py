@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.integration.cluster import (
     nodes,
     run_ranks,
     start_node,
+    until,
 )
 
 
@@ -50,13 +50,6 @@ def _environment(folder: Path, shm: Path) -> dict[str, str]:
         "MILEPOSTD_LINGER_S": "0.5",
         "MILEPOST_SHM_DIR": str(shm),
     }
-
-
-def _until(is_so: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
-    until_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < until_s, f"not so within {timeout_s:g} s: {what}"
-        time.sleep(0.05)
 
 
 def _is_running(pid: int) -> bool:
@@ -100,7 +93,7 @@ def test_ranks_of_a_node_start_one_daemon_by_exec_and_it_ends_after_them(
     assert told[0]["pid"] == told[0]["session"] != told[0]["own_session"]
     assert not told[0]["has_torch"]
     assert told[0]["embedded"]
-    _until(lambda: not _is_running(told[0]["pid"]), "the daemon ends when nobody needs it")
+    until(lambda: not _is_running(told[0]["pid"]), "the daemon ends when nobody needs it")
     assert [] == list(shm.iterdir())
 
 
@@ -132,9 +125,9 @@ def test_what_was_staged_is_committed_though_the_trainer_was_killed(
     run_ranks(
         die_after_staging, root, [None], expect_death=[0], environment=_environment(folder, shm)
     )
-    _until(lambda: (root / "latest").is_symlink(), "the staged save is committed")
+    until(lambda: (root / "latest").is_symlink(), "the staged save is committed")
     assert [True] == judge(load_seven, 1, str(root / "step_7"))
-    _until(lambda: not list(shm.iterdir()), "the dead trainer's shared memory is freed")
+    until(lambda: not list(shm.iterdir()), "the dead trainer's shared memory is freed")
 
 
 def kill_daemon_under_save(rank: Rank) -> dict[str, Any]:
@@ -199,7 +192,7 @@ def test_status_tells_what_a_running_save_waits_for(folder: Path) -> None:
             seen.update({save["role"]: save for save in found["saves"]})
             return "before-publish" in seen.get("coordinator", {}).get("waits_for", "")
 
-        _until(is_held, "the status names the fault point that holds the save")
+        until(is_held, "the status names the fault point that holds the save")
         assert "publishing" == seen["coordinator"]["phase"]
         assert 3 == seen["coordinator"]["step"]
         assert not (root / "step_3").exists()
@@ -259,7 +252,7 @@ def die_with_daemon(rank: Rank) -> None:
     state = {"w": torch.arange(1000.0)}
     ck.prepare(state)
     ck.save(7, state).wait_staged()
-    _until(
+    until(
         lambda: any("fault point" in save["waits_for"] for save in ck.status()["saves"]),
         "the daemon has heard of it",
     )
@@ -281,7 +274,7 @@ def test_what_was_staged_survives_trainer_and_daemon_both(folder: Path, shm: Pat
     assert not (root / "latest").exists()
     again = start_node(folder / "n0", root)
     await_answer(again)
-    _until(lambda: (root / "latest").is_symlink(), "the restarted daemon commits what was staged")
+    until(lambda: (root / "latest").is_symlink(), "the restarted daemon commits what was staged")
     assert [True] == judge(load_seven, 1, str(root / "step_7"))
     assert 0 == again.stop(), "draining does not wait for the dead"
     assert [] == list(shm.iterdir())

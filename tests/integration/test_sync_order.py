@@ -5,13 +5,16 @@ calls.
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests.integration.tracing import needs_strace, skip_if_forbidden
+
+pytestmark = needs_strace
 
 CHILD = """
 import mmap, sys
@@ -63,8 +66,7 @@ def trace(tmp_path: Path) -> list[Call]:
         capture_output=True,
         text=True,
     )
-    if "ptrace" in run.stderr:
-        pytest.skip("processes may not be traced here")
+    skip_if_forbidden(run.stderr)
     assert 0 == run.returncode, run.stderr
     found = []
     for line in log.read_text().splitlines():
@@ -85,8 +87,6 @@ def trace(tmp_path: Path) -> list[Call]:
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
-    if shutil.which("strace") is None:
-        pytest.skip("strace is not installed")
     return trace(tmp_path_factory.mktemp("trace"))
 
 
