@@ -14,7 +14,7 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +23,9 @@ import msgspec
 import psutil
 
 from milepost.errors import Rejected
-from milepost.storage import Root
+from milepost.protocol import Keep
+from milepost.retention import doomed
+from milepost.storage import CheckpointEntry, Root
 
 BEAT_S: Final = 10.0
 """How often a claim is touched."""
@@ -176,3 +178,16 @@ def being_read(root: Root) -> frozenset[str]:
             else:
                 found.add(match[1])
     return frozenset(found)
+
+
+def removable(root: Root, entries: Sequence[CheckpointEntry], keep: Keep) -> list[str]:
+    """Return which of the root's checkpoints may be removed now, oldest first: those that no rule
+    keeps, but what is being read goes later, and so does what `latest` still names.
+    """
+    names = doomed(
+        [(entry.name, entry.step, entry.order) for entry in entries],
+        keep,
+        foreign={entry.name for entry in entries if not entry.save_id},
+    )
+    held = {*being_read(root), root.latest_target()}
+    return [name for name in names if name not in held]

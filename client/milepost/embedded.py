@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from milepost.errors import Unavailable
+from milepost.run_dir import make_run_dir
 
 LOG_NAME: Final = "milepostd.log"
 START_S: Final = 30.0
@@ -74,21 +75,6 @@ def peer_flags() -> list[str]:
     return ["--peer", f"tcp://{address}:0"]
 
 
-def _make_run_dir(run_dir: Path) -> None:
-    try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        reason = "" if os.access(run_dir, os.W_OK | os.X_OK) else "it cannot be written to"
-    except OSError as error:
-        reason = str(error.strerror).lower()
-    if reason:
-        raise Unavailable(
-            "daemon-unreachable",
-            f"no daemon can be started in the run directory {run_dir}: {reason}",
-            "set XDG_RUNTIME_DIR to a directory of yours, or MILEPOST_RUN_DIR to a running "
-            "daemon's run directory",
-        )
-
-
 def ensure_daemon(run_dir: Path) -> None:
     """Start an embedded daemon in this run directory unless one is running.
 
@@ -98,7 +84,14 @@ def ensure_daemon(run_dir: Path) -> None:
     Args:
         run_dir: made with mode 0700 if missing.
     """
-    _make_run_dir(run_dir)
+    reason = make_run_dir(run_dir)
+    if reason:
+        raise Unavailable(
+            "daemon-unreachable",
+            f"no daemon can be started in the run directory {run_dir}: {reason}",
+            "set XDG_RUNTIME_DIR to a directory of yours, or MILEPOST_RUN_DIR to a running "
+            "daemon's run directory",
+        )
     if is_running(run_dir):
         return
     with _locked(run_dir / "start.lock", START_S):

@@ -7,7 +7,11 @@ label and as a heading in `docs/errors.md`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
+
+NAMED_MAX: Final = 8
+"""How many keys, ranks or nodes a sentence names before it counts the rest."""
 
 CODES: Final[dict[str, str]] = {
     "usage": "an argument or a setting is wrong",
@@ -54,6 +58,13 @@ CODES: Final[dict[str, str]] = {
     "internal": "a fault of milepost's own",
 }
 """All codes with their one-line meaning; `docs/errors.md` has a section for each."""
+
+
+def listed(values: Sequence[object], joint: str = ", ") -> str:
+    """Return the values as a sentence names them: `3, 5`, or eight of them `and 4 more`."""
+    text = joint.join(map(str, values[:NAMED_MAX]))
+    more = len(values) - NAMED_MAX
+    return f"{text} and {more} more" if more > 0 else text
 
 
 class MilepostError(Exception):

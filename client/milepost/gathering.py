@@ -32,7 +32,7 @@ GATHERED_BYTES_MAX: Final = 256 << 10
 STRETCH_TENSORS_MIN: Final = 4
 """Fewer neighbours are not worth a second copy on the device."""
 
-STRETCH_TENSORS_MAX: Final = 1024
+CHUNK_TENSORS: Final = 1024
 """What one call copies at most: making its arguments holds the GIL, the call does not."""
 
 TWINS_BYTES_MAX: Final = 256 << 20
@@ -155,6 +155,10 @@ class Gathering:
             start, end = stretch.start, stretch.end
             yield [image[start:end]], [twin[: end - start]]
 
+    def rest(self, into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -> Copies:
+        """Return the copies for what is `alone`, of those for all, in the order of `positions`."""
+        return [into[index] for index in self.alone], [out_of[index] for index in self.alone]
+
 
 def _stretches(layout: LayoutColumns, positions: Sequence[int]) -> Iterator[_Stretch]:
     """Cut the tensors into stretches; what is too large, or has no neighbour, is one by itself."""
@@ -173,7 +177,7 @@ def _stretches(layout: LayoutColumns, positions: Sequence[int]) -> Iterator[_Str
             before, here = positions[index - 1], positions[index]
             is_next = ordinals[here] == ordinals[before] + 1
             is_small = max(lengths[before], lengths[here]) <= GATHERED_BYTES_MAX
-            if is_next and is_small and index - low < STRETCH_TENSORS_MAX:
+            if is_next and is_small and index - low < CHUNK_TENSORS:
                 continue
         first, last = positions[low], positions[index - 1]
         start, end = layout.payloads_at[first], layout.payloads_at[last] + lengths[last]

@@ -114,10 +114,7 @@ def find_root(root: object) -> Path:
     """Return the root as an absolute path without links. Raises UsageError for what is no path of a
     file system.
     """
-    try:
-        text: object = os.fspath(root)  # type: ignore[call-overload]
-    except TypeError:
-        text = ""
+    text = _path_of(root)
     if not text:
         raise UsageError("usage", f"root is {root!r}, not a path", "name a directory")
     if not isinstance(text, str) or not _is_printable(text):
@@ -136,15 +133,21 @@ def find_root(root: object) -> Path:
 
 def find_run_dir(given: object) -> Path:
     """Return a run directory as an absolute path. Raises UsageError for what is no path."""
-    try:
-        text: object = os.fspath(given)  # type: ignore[call-overload]
-    except TypeError:
-        text = ""
+    text = _path_of(given)
     if not text or not isinstance(text, str) or not _is_printable(text):
         raise UsageError(
             "usage", f"run_dir is {given!r}, not a path", "name the daemon's --run-dir"
         )
     return Path(text).absolute()
+
+
+def _path_of(given: object) -> object:
+    """Return what the caller names, a str or bytes; empty if it is no path."""
+    try:
+        found: object = os.fspath(given)  # type: ignore[call-overload]
+    except TypeError:
+        return ""
+    return found
 
 
 def _is_printable(text: str) -> bool:

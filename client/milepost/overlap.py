@@ -37,7 +37,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from milepost.collector import collector_paused
 from milepost.errors import MilepostError, SaveFailed, UsageError
-from milepost.gathering import Copies, Gathering, LayoutColumns
+from milepost.gathering import CHUNK_TENSORS, Copies, Gathering, LayoutColumns
 from milepost.offer import Kind
 from milepost.sampling import Sampler
 from milepost.state import local_tensor
@@ -52,9 +52,6 @@ log = logging.getLogger("milepost")
 
 CHUNK_BYTES: Final = 64 << 20
 """What one call copies, unless one tensor is larger: enough to be bound by memory, and short."""
-
-CHUNK_TENSORS: Final = 1024
-"""What one call copies at most: making its arguments holds the GIL, the call does not."""
 
 EARLY_MAX: Final = 128
 """Tensors that are sampled before `save()` returns too: each costs a microsecond or two there."""
@@ -81,18 +78,18 @@ def _strided_extent(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.itemsize
 
 
-def _extents(tensors: Sequence[torch.Tensor]) -> list[int]:
-    # A column at a time in the usual case: there may be 10,000, and the trainer waits.
-    if all(map(torch.Tensor.is_contiguous, tensors)):
+def _are_contiguous(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(map(torch.Tensor.is_contiguous, tensors))
+
+
+def _extents(tensors: Sequence[torch.Tensor], are_contiguous: bool) -> list[int]:
+    """Return how many bytes each tensor extends over."""
+    if are_contiguous:
+        # A column at a time: there may be 10,000, and the trainer waits.
         return list(map(attrgetter("nbytes"), tensors))
     return [
         tensor.nbytes if tensor.is_contiguous() else _strided_extent(tensor) for tensor in tensors
     ]
-
-
-def _ranges(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Return where each tensor begins and how many bytes it extends over."""
-    return list(map(torch.Tensor.data_ptr, tensors)), _extents(tensors)
 
 
 class Spans:
@@ -102,9 +99,16 @@ class Spans:
         self.tensors = tensors
 
     @cached_property
+    def are_contiguous(self) -> bool:
+        """Whether all of the tensors are: then nobody else's elements lie between theirs."""
+        return _are_contiguous(self.tensors)
+
+    @cached_property
     def ranges(self) -> tuple[list[int], list[int]]:
-        """Where each tensor begins, and its length."""
-        return _ranges(self.tensors)
+        """Where each tensor begins, and how many bytes it extends over."""
+        tensors = self.tensors
+        pointers = list(map(torch.Tensor.data_ptr, tensors))
+        return pointers, _extents(tensors, self.are_contiguous)
 
     @property
     def pointers(self) -> list[int]:
@@ -132,7 +136,7 @@ class Spans:
         """Tell of each tensor whether all of it lies within one of the ranges; one without bytes
         does not.
         """
-        return self.cover(*_ranges(tensors))
+        return self.cover(*Spans(tensors).ranges)
 
     def cover(self, pointers: Sequence[int], lengths: Sequence[int]) -> list[bool]:
         """Tell the same of ranges, by where they begin and their lengths."""
@@ -148,7 +152,7 @@ class Spans:
         """Whether any byte of the tensors is in one of the ranges."""
         return any(
             nbytes and self._reach(bisect_left, pointer + nbytes) > pointer
-            for pointer, nbytes in zip(*_ranges(tensors), strict=True)
+            for pointer, nbytes in zip(*Spans(tensors).ranges, strict=True)
         )
 
     def _reach(self, bisect: Callable[[list[int], int], int], address: int) -> int:
@@ -258,9 +262,11 @@ def _dense(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that fill the memory from their first element to their last. Between the
     elements of the others there may be somebody else's.
     """
-    if all(map(torch.Tensor.is_contiguous, tensors)):
-        return tensors
-    return [tensor for tensor in tensors if _strided_extent(tensor) == tensor.nbytes]
+    return [
+        tensor
+        for tensor in tensors
+        if tensor.is_contiguous() or _strided_extent(tensor) == tensor.nbytes
+    ]
 
 
 class Selection(NamedTuple):
@@ -286,9 +292,10 @@ class _Matching:
     ) -> tuple[Selection, bool]:
         """Return the items, and whether one of them begins where each parameter does."""
         sources = items.sources
-        spans = Spans(parameters + state)
-        parameters, state = _dense(parameters), _dense(state)
-        near = filled = Spans(parameters + state)
+        spans = near = filled = Spans(parameters + state)
+        if not spans.are_contiguous:
+            parameters, state = _dense(parameters), _dense(state)
+            near = filled = Spans(parameters + state)
         # A state dict holds an optimizer's very tensors, which is cheaper to see than addresses. Of
         # parameters it holds others over the same memory.
         own = set(map(id, state))
@@ -298,7 +305,8 @@ class _Matching:
             own.difference_update([id(sources[item]) for item in found])
             near = Spans(parameters + [tensor for tensor in state if id(tensor) in own])
         pointers = [items.addresses[item] for item in others]
-        lengths = _extents([sources[item] for item in others])
+        given = [sources[item] for item in others]
+        lengths = _extents(given, _are_contiguous(given))
         asked = (found, others, pointers, lengths, near.ranges, len(parameters))
         if asked != self._asked:
             is_held = near.cover(pointers, lengths)
@@ -408,10 +416,7 @@ class Part:
             yield from _chunks(self.targets[: len(sources)], sources)
             return
         yield from self.gathering.gathered(self.image, sources)
-        alone = self.gathering.alone
-        yield from _chunks(
-            [self.targets[index] for index in alone], [sources[index] for index in alone]
-        )
+        yield from _chunks(*self.gathering.rest(self.targets, sources))
 
     def _give_copies(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         # Detached: should a storage be replaced meanwhile, the copy keeps the one it has. Not

@@ -25,6 +25,7 @@ from milepost.errors import (
     Rejected,
     Unavailable,
     UsageError,
+    listed,
 )
 from milepost.protocol import NodeRef
 
@@ -38,9 +39,6 @@ LATE_S: Final = 5.0
 
 ACTS: Final = {"meet": "Checkpointer()", "load": "load()", "verify": "load()"}
 """By the first part of a topic, what the ranks have called."""
-
-RANKS_NAMED_MAX: Final = 8
-"""How many ranks a message names; the rest are counted."""
 
 
 class Store(Protocol):
@@ -147,23 +145,17 @@ def gather(group: Group, topic: str, value: bytes, timeout_s: float) -> list[byt
         raise Unavailable(
             "rank-missing",
             f"{len(missing)} of {group.world} ranks did not come within {timeout_s:g} s: "
-            + _named(missing),
+            + listed(missing),
             "every rank of the group has to make its Checkpointer, and to call load(), too",
         )
     return [store.get(f"{topic}/{rank}") for rank in range(group.world)]
-
-
-def _named(ranks: Sequence[int]) -> str:
-    more = len(ranks) - RANKS_NAMED_MAX
-    text = ", ".join(map(str, ranks[:RANKS_NAMED_MAX]))
-    return f"{text} and {more} more" if more > 0 else text
 
 
 def _warn_of_missing(topic: str, missing: Sequence[int], world: int, timeout_s: float) -> None:
     act = ACTS.get(topic.partition("/")[0], topic)
     log.warning(
         "waiting in %s for %d of %d ranks, up to %g s: %s; every rank of the group has to call it",
-        act, len(missing), world, timeout_s, _named(missing),
+        act, len(missing), world, timeout_s, listed(missing),
     )  # fmt: skip
 
 

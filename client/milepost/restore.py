@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgpack
 import torch.distributed as dist
@@ -27,17 +27,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from milepost.errors import CorruptCheckpoint, LoadFailed, MilepostError
+from milepost.errors import NAMED_MAX, CorruptCheckpoint, LoadFailed, MilepostError, listed
 from milepost.flattening import PER_RANK, flatten, per_rank_prefix
 from milepost.format.index import read_metadata
+from milepost.format.manifest import METADATA_NAME
 from milepost.rendezvous import Group, gather, tell_all
 from milepost.storage import Root
 from milepost.tools.verify import verify
 
 log = logging.getLogger("milepost")
-
-NAMED_MAX: Final = 8
-"""How many keys a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +107,9 @@ def check_whole(checkpoint: Path, group: Group, topic: str, timeout_s: float) ->
     def judge() -> bytes:
         found = list(dict.fromkeys(text for each in said for text in msgpack.unpackb(each)))
         if found:
-            more = f" and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else ""
             raise CorruptCheckpoint(
                 "corrupt",
-                f"{checkpoint} is damaged: {'; '.join(found[:NAMED_MAX])}{more}",
+                f"{checkpoint} is damaged: {listed(found, '; ')}",
                 "load another step; verify=False loads it as it is",
             )
         return b""
@@ -136,7 +133,7 @@ def load_checkpoint(
         CorruptCheckpoint: `.metadata` is damaged.
     """
     started_s = time.monotonic()
-    metadata = read_metadata(checkpoint / ".metadata")
+    metadata = read_metadata(checkpoint / METADATA_NAME)
     missing, unexpected = _compare(state, metadata)
     if missing and not partial:
         named = ", ".join(repr(key) for key in missing[:NAMED_MAX])

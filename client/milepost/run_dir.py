@@ -1,6 +1,6 @@
 """Where a node's daemon keeps its socket and its journal, as both sides find it.
 
-Owns the default of the run directory and the names in it; it opens nothing.
+Owns the default of the run directory, its making and the names in it; it opens nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,15 @@ def default_run_dir(environment: Mapping[str, str]) -> Path:
     if runtime.startswith("/"):
         return Path(runtime) / "milepost"
     return Path(f"/tmp/milepost-{os.getuid()}")
+
+
+def make_run_dir(run_dir: Path) -> str:
+    """Make the directory, with mode 0700, if it is missing; return why it cannot be used, or ""."""
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return "" if os.access(run_dir, os.W_OK | os.X_OK) else "it cannot be written to"
 
 
 def socket_path(run_dir: Path) -> Path:

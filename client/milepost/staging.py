@@ -466,10 +466,7 @@ class Stager:
         _, gathering = known
         yield from gathering.gathered(image, pairs.out_of)
         if gathering.alone:
-            yield (
-                [pairs.into[index] for index in gathering.alone],
-                [pairs.out_of[index] for index in gathering.alone],
-            )
+            yield gathering.rest(pairs.into, pairs.out_of)
 
     def seal(self, slot: Slot, save: SaveRef, placed: Sequence[tuple[int, int, int]]) -> Staged:
         """Declare the image complete. `placed` is what `begin` returned."""

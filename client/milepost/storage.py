@@ -39,6 +39,7 @@ from milepost.format.heading import Heading, order_of, read_heading
 from milepost.format.layout import PAGE_BYTES
 from milepost.format.manifest import (
     FRAGMENT_PREFIX,
+    METADATA_NAME,
     Manifest,
     read_manifest,
 )
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 
     from milepost.protocol import SaveRef
 
-METADATA_NAME: Final = ".metadata"
 PARTIAL_NAME: Final = ".partial"
 RUN_NAME: Final = ".milepost-run"
 LATEST_NAME: Final = "latest"
@@ -368,7 +368,7 @@ class Root:
         *,
         on_block: Callable[[int], None] | None = None,
         before_block: Callable[[int, int], None] | None = None,
-        block_bytes: int | None = None,
+        block_bytes: int = BLOCK_BYTES,
     ) -> None:
         """Write `image` as the new file `path` and sync it; on any failure no such file remains.
 
@@ -381,7 +381,7 @@ class Root:
                 write.
             before_block: called before each block with its bytes and all that are left, this
                 block's among them; may wait, and what it raises ends the write.
-            block_bytes: the largest block, whole pages; `BLOCK_BYTES` if None.
+            block_bytes: the largest block, whole pages.
 
         Raises:
             StorageError: also if the file exists already.
@@ -396,8 +396,7 @@ class Root:
                 file = os.open(path.name, flags, 0o666, dir_fd=folder)
                 try:
                     try:
-                        largest = block_bytes or BLOCK_BYTES
-                        _write_blocks(file, flat, on_block, before_block, largest)
+                        _write_blocks(file, flat, on_block, before_block, block_bytes)
                     finally:
                         os.close(file)
                 except BaseException:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from milepost.errors import MilepostError, UsageError
+from milepost.run_dir import make_run_dir
 from milepostd.config import FLAGS, Settings, load_settings
 from milepostd.logs import emit, setup
 from milepostd.placement import Place
@@ -35,11 +36,7 @@ def check_directories(settings: Settings) -> None:
     Raises UsageError: the run directory cannot be made or written to, or a root is a file.
     """
     run_dir = settings.run_dir
-    try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        reason = "" if os.access(run_dir, os.W_OK | os.X_OK) else "it cannot be written to"
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+    reason = make_run_dir(run_dir)
     if reason:
         raise UsageError(
             "usage", f"run directory {run_dir}: {reason}", "name a directory of yours: --run-dir"

@@ -14,9 +14,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from milepost.claims import being_read
+from milepost.claims import removable
 from milepost.protocol import Keep, SaveRef
-from milepost.retention import doomed
 from milepost.storage import Root
 
 FOLLOW_PAUSES_S: Final = (0.1, 1.0, 10.0, 60.0, 300.0)
@@ -73,16 +72,7 @@ class Latest:
 
 
 def _retain(root: Root, keep: Keep) -> tuple[str, ...]:
-    entries = root.checkpoints()
-    read = being_read(root)
-    names = doomed(
-        [(entry.name, entry.step, entry.order) for entry in entries],
-        keep,
-        foreign={entry.name for entry in entries if not entry.save_id},
-    )
-    # What is being read goes at a later commit, and so does what `latest` still names.
-    latest = root.latest_target()
-    names = [name for name in names if name not in read and name != latest]
+    names = removable(root, root.checkpoints(), keep)
     for name in names:
         root.remove_checkpoint(name)
     return tuple(names)

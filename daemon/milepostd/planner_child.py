@@ -363,8 +363,6 @@ class Composer:
         help.
         """
         warm()
-        from milepost.format.index import METADATA_NAME
-
         save = request.save
         root = Root(request.root)
         directory = root.save_dir(save)
@@ -386,7 +384,10 @@ class Composer:
         described = msgspec.structs.replace(
             _manifest(request, composition, files), index_crc=isal_zlib.crc32(pickled)
         )
-        parts = {manifest.MANIFEST_NAME: manifest.encode(described), METADATA_NAME: pickled}
+        parts = {
+            manifest.MANIFEST_NAME: manifest.encode(described),
+            manifest.METADATA_NAME: pickled,
+        }
         for name, data in parts.items():
             root.write_file(directory / name, data)
         total = sum(file.file_bytes for file in files.values()) + sum(map(len, parts.values()))
@@ -488,11 +489,9 @@ def _read_fragments(directory: Path, request: IndexWanted) -> dict[int, manifest
 
 def _built_before(directory: Path, request: IndexWanted) -> IndexBuilt | None:
     """Return what an earlier life of the coordinator built of this very save, if that is whole."""
-    from milepost.format.index import METADATA_NAME
-
     try:
         described = manifest.read_manifest(directory)
-        pickled = (directory / METADATA_NAME).read_bytes()
+        pickled = (directory / manifest.METADATA_NAME).read_bytes()
         if (
             described is None
             or described.save_id != request.save.save_id

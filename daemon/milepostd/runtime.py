@@ -156,12 +156,11 @@ long, because a trainer that compiles holds its interpreter for minutes."""
 def run(settings: Settings, place: Place) -> int:
     """Run the daemon until it is told to stop; return the exit code.
 
-    The log is set up and the place taken already.
+    The run directory is made, the log set up and the place taken already.
 
     Raises UsageError if another daemon holds the run directory or an address cannot be bound.
     """
     run_dir = settings.run_dir
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     if run_dir.stat().st_uid != os.getuid():
         raise UsageError("usage", f"run directory {run_dir} belongs to another user")
     run_dir.chmod(0o700)

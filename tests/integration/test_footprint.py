@@ -61,12 +61,12 @@ def save_without_collector(rank: Rank) -> list[dict[str, Any]]:
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     value.add_(1)
-            trainer, served = _held(os.getpid()), _held(daemon)
             # What is cleaned up after a commit opens files for a moment.
             looks = []
             for _ in range(5):
                 looks.append((_held(os.getpid()), _held(daemon)))
                 time.sleep(0.02)
+            trainer, served = looks[0]
             seen.append(
                 {
                     "trainer": trainer.nbytes,

@@ -44,7 +44,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from milepost.errors import CorruptCheckpoint, LoadFailed, MilepostError, SaveFailed, UsageError
 from milepost.format.container import dtype_name, serialise, template
 from milepost.format.index import (
-    METADATA_NAME,
     Draft,
     build_metadata,
     pickle_metadata,
@@ -52,6 +51,7 @@ from milepost.format.index import (
     to_global_metadata,
 )
 from milepost.format.layout import place
+from milepost.format.manifest import METADATA_NAME
 from milepost.offer import Kind, Offer, decode_offer, encode_offer
 
 if TYPE_CHECKING:

@@ -37,6 +37,7 @@ from milepost.collector import collector_paused
 from milepost.errors import CorruptCheckpoint, LoadFailed, SaveFailed, UsageError
 from milepost.format.container import dtype_from_name, dtype_name
 from milepost.format.layout import place
+from milepost.format.manifest import METADATA_NAME
 from milepost.offer import Box, GlobalMetadata, Kind, pack_plain, unpack_plain
 
 if TYPE_CHECKING:
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from milepost.offer import Offer
-
-METADATA_NAME: Final = ".metadata"
 
 PICKLE_PROTOCOL: Final = 4
 """What stock torch writes with the Pythons it supports; named, so that a newer Python's default

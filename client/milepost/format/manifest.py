@@ -18,6 +18,8 @@ import msgspec
 from milepost.errors import CorruptCheckpoint
 
 MANIFEST_NAME: Final = ".milepost"
+METADATA_NAME: Final = ".metadata"
+"""torch's index beside it: a directory that has none is no checkpoint."""
 FRAGMENT_PREFIX: Final = ".fragment-"
 FORMAT_VERSION: Final = 1
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from milepost.errors import UsageError
+from milepost.format.manifest import METADATA_NAME
 from milepost.storage import Root
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def _state(name: str) -> str:
 
 def _modified_at_ms(directory: Path) -> int:
     try:
-        return (directory / ".metadata").stat().st_mtime_ns // 1_000_000
+        return (directory / METADATA_NAME).stat().st_mtime_ns // 1_000_000
     except OSError:
         return 0
 

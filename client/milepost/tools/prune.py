@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from milepost.claims import being_read
+from milepost.claims import removable
 from milepost.protocol import Keep
-from milepost.retention import doomed
 from milepost.storage import Root
 from milepost.tools.listing import require_directory
 
@@ -39,18 +38,7 @@ def prune(path: Path, keep_last: int, *, dry_run: bool = False) -> Pruning:
     """
     root = Root(require_directory(path))
     entries = root.checkpoints()
-    foreign = [entry.name for entry in entries if not entry.save_id]
-    latest = root.latest()
-    read = being_read(root)
-    removed = [
-        name
-        for name in doomed(
-            [(entry.name, entry.step, entry.order) for entry in entries],
-            Keep(last=max(keep_last, 1)),
-            foreign=foreign,
-        )
-        if name != latest and name not in read
-    ]
+    removed = removable(root, entries, Keep(last=max(keep_last, 1)))
     if not dry_run:
         for name in removed:
             root.remove_checkpoint(name)
@@ -58,6 +46,6 @@ def prune(path: Path, keep_last: int, *, dry_run: bool = False) -> Pruning:
         root=str(root.path),
         kept=tuple(entry.name for entry in entries if entry.save_id and entry.name not in removed),
         removed=tuple(removed),
-        foreign=tuple(foreign),
+        foreign=tuple(entry.name for entry in entries if not entry.save_id),
         dry_run=dry_run,
     )

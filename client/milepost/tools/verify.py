@@ -22,8 +22,7 @@ import msgspec
 from isal import isal_zlib
 
 from milepost.errors import CorruptCheckpoint, LoadFailed
-from milepost.format.manifest import MANIFEST_NAME, Manifest, read_manifest
-from milepost.storage import METADATA_NAME
+from milepost.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, read_manifest
 from milepost.tools.inspect import index_problems
 
 if TYPE_CHECKING:

@@ -1,8 +1,10 @@
-"""What the code of a cause settles, and how a sentence names many ranks or nodes."""
+"""What the code of a cause settles, where it was, and how a sentence names many ranks or nodes."""
 
 from __future__ import annotations
 
 from typing import Final
+
+from milepost.protocol import Cause
 
 NAMED_MAX: Final = 8
 """How many ranks or nodes a sentence names before it counts the rest."""
@@ -23,6 +25,13 @@ PLAN_VOIDING: Final = frozenset(
 REFUSALS: Final = frozenset({"read-only", "permission", "no-space", "quota", "already-committed"})
 """Failures of a publication that come from the file system's refusal. Any other may be that of the
 answer only: a rename over the network, say, that is carried out later."""
+
+
+def placed(cause: Cause, node_id: str) -> Cause:
+    """Return the cause with a node: that one, if it names none."""
+    if cause.node:
+        return cause
+    return Cause(cause.code, cause.message, cause.hint, node_id, cause.rank)
 
 
 def named(what: str, values: list[int] | list[str], total: int) -> str:

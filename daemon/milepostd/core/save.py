@@ -38,7 +38,7 @@ from milepost.protocol import (
     WordWanted,
     WrittenFile,
 )
-from milepostd.core.causes import PLAN_VOIDING, REFUSALS, named
+from milepostd.core.causes import PLAN_VOIDING, REFUSALS, named, placed
 from milepostd.core.commands import (
     AbandonWrite,
     BuildIndex,
@@ -366,10 +366,7 @@ class Participation(_Role):
         """This node cannot go on: the coordinator is told, and ends the save for all."""
         if not self.move(Trigger.CANNOT):
             return []
-        placed = cause if cause.node else Cause(
-            cause.code, cause.message, cause.hint, self.node_id, cause.rank
-        )  # fmt: skip
-        self.failure = Fail(save=self.save, cause=placed, skip=skip)
+        self.failure = Fail(save=self.save, cause=placed(cause, self.node_id), skip=skip)
         # Not prepared means not published: if the coordinator stays silent, this node may end it by
         # itself.
         grace = self.set_timer("deadline", now_ns + int(RESOLVE_GRACE_S * SECOND_NS))
@@ -406,12 +403,7 @@ class Participation(_Role):
             # Never prepared, so the coordinator cannot have published: this is certain without its
             # word.
             assert self.failure is not None
-            return self._conclude(
-                "skipped" if self.failure.skip else "failed",
-                now_ns,
-                cause=self.failure.cause,
-                layout_valid=self.failure.cause.code not in PLAN_VOIDING,
-            )
+            return self._conclude_failed(self.failure, now_ns)
         if self.phase is Phase.PREPARED:
             if now_ns < self.deadline_at_ns() + int(RESOLVE_GRACE_S * SECOND_NS):
                 # The coordinator has the same deadline and decides for all; give it the first word.
@@ -446,13 +438,7 @@ class Participation(_Role):
         self.is_asking = False
         if event.outcome == "aborted" and self.move(Trigger.OUTCOME_FOUND):
             if self.failure is not None:
-                ended = "skipped" if self.failure.skip else "failed"
-                return self._conclude(
-                    ended,
-                    now_ns,
-                    cause=self.failure.cause,
-                    layout_valid=self.failure.cause.code not in PLAN_VOIDING,
-                )
+                return self._conclude_failed(self.failure, now_ns)
             cause = Cause(
                 "node-missing", f"{self._no_verdict()}; the save was given up", "", self.node_id
             )
@@ -461,6 +447,15 @@ class Participation(_Role):
             return self._conclude("committed", now_ns, path=event.path)
         # Neither name shows, which is no outcome: the next resend looks again.
         return []
+
+    def _conclude_failed(self, failure: Fail, now_ns: int) -> list[Command]:
+        """End as this node has said itself."""
+        return self._conclude(
+            "skipped" if failure.skip else "failed",
+            now_ns,
+            cause=failure.cause,
+            layout_valid=failure.cause.code not in PLAN_VOIDING,
+        )
 
     def _no_verdict(self) -> str:
         return (
@@ -810,10 +805,8 @@ class Coordination(_Role):
 
     def index_failed(self, event: IndexFailed, now_ns: int) -> list[Command]:
         """The files do not make a whole."""
-        cause = event.cause
-        if not cause.node:
-            # The planner's process does not know on which node it runs.
-            cause = Cause(cause.code, cause.message, cause.hint, self.node_id, cause.rank)
+        # The planner's process does not know on which node it runs.
+        cause = placed(event.cause, self.node_id)
         return self.refuse(Fail(save=self.save, cause=cause), now_ns)
 
     def published(self, event: Published, now_ns: int) -> list[Command]:
