@@ -166,6 +166,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hello_tells_who_is_there_and_is_answered(tmp_path: Path, trainer: Trainer) -> None:
     with serving(tmp_path) as daemon:
         assert welcome() == trainer.connection.open(WAIT_S)
+        daemon.wait_for(Hello)
         (hello,) = daemon.heard
         assert isinstance(hello, Hello)
         assert (1, os.getpid()) == (hello.protocol, hello.pid)
