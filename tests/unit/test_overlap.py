@@ -146,6 +146,17 @@ def _state(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> 
     return {"model": named, "optimizer": optimizer.state_dict()["state"], "count": 3}
 
 
+def _begun(
+    bench: MakeBench, streams: Streams
+) -> tuple[list[nn.Parameter], torch.optim.Optimizer, Bench]:
+    """Begin a save whose copy goes by these streams."""
+    parameters = _model()
+    optimizer = torch.optim.SGD(parameters, lr=1)
+    made = bench(optimizer, lambda _: streams)
+    made.save(_state(parameters, optimizer))
+    return parameters, optimizer, made
+
+
 # --- which memory -------------------------------------------------------------------------------
 
 
@@ -452,10 +463,7 @@ def test_a_compiled_step_waits_for_the_copy(bench: MakeBench, gated: GatedStream
 def test_a_change_of_everything_before_the_copy_began_is_found(
     bench: MakeBench, gated: GatedStreams
 ) -> None:
-    parameters = _model()
-    optimizer = torch.optim.SGD(parameters, lr=1)
-    made = bench(optimizer, lambda _: gated)
-    made.save(_state(parameters, optimizer))
+    parameters, _, made = _begun(bench, gated)
     with torch.no_grad():
         for parameter in parameters:
             parameter.add_(1)
@@ -494,10 +502,7 @@ def test_a_change_of_one_tensor_after_its_copy_is_found_and_the_next_save_is_sou
 
 
 def test_a_storage_replaced_during_the_copy_is_found(bench: MakeBench, gated: GatedStreams) -> None:
-    parameters = _model()
-    optimizer = torch.optim.SGD(parameters, lr=1)
-    made = bench(optimizer, lambda _: gated)
-    made.save(_state(parameters, optimizer))
+    parameters, _, made = _begun(bench, gated)
     parameters[2].data = parameters[2].data.clone().add_(1)
     gated.gate.set()
     made.overlap.settle()
@@ -524,15 +529,10 @@ def test_a_failure_of_the_copy_ends_the_save_and_lets_the_guard_go(bench: MakeBe
 def test_a_step_waits_although_another_thread_waits_for_the_copy_too(
     bench: MakeBench, gated: GatedStreams
 ) -> None:
-    parameters = _model()
-    optimizer = torch.optim.SGD(parameters, lr=1)
-    made = bench(optimizer, lambda _: gated)
-    made.save(_state(parameters, optimizer))
+    parameters, optimizer, made = _begun(bench, gated)
     settling = threading.Thread(target=made.overlap.settle)
     settling.start()
     stepping = threading.Thread(target=_step, args=(optimizer, parameters))
-    while settling.is_alive() and not settling.ident:
-        pass
     stepping.start()
     stepping.join(0.3)
     assert stepping.is_alive(), "the step has overtaken the copy"
@@ -568,10 +568,7 @@ def test_a_copy_whose_thread_cannot_be_started_fails_its_save_and_holds_nobody(
 def test_a_forked_child_is_not_held_by_its_parents_copy(
     bench: MakeBench, gated: GatedStreams
 ) -> None:
-    parameters = _model()
-    optimizer = torch.optim.SGD(parameters, lr=1)
-    made = bench(optimizer, lambda _: gated)
-    made.save(_state(parameters, optimizer))
+    _, _, made = _begun(bench, gated)
     child = os.fork()
     if not child:
         made.overlap.guard()
