@@ -45,7 +45,6 @@ from milepost.options import (
     job_name,
     make_overlap,
 )
-from milepost.overlap import Optimizers, Selection
 from milepost.preemption import PreemptionFlag
 from milepost.protocol import (
     AbortWanted,
@@ -77,6 +76,7 @@ from milepost.restore import (
 from milepost.retention import Policy
 from milepost.run_dir import default_run_dir
 from milepost.save import STAGED, Checkpoint, EarlyEnds, Save, not_staged
+from milepost.selection import Optimizers, Selection
 from milepost.session import JOIN_S, Session
 from milepost.staging import Staged as StagedImage
 from milepost.staging import Stager
@@ -445,8 +445,10 @@ class Checkpointer:
         try:
             with collector_paused():
                 content = self._reader.read(ref.save_id, state, per_rank, self._join)
+                selection = self._select(content)
                 self._claim_root()
                 self._plan(ref, save, content, is_still=is_still)
+                self._prepare_overlap(content, selection)
             self._stager.fault_in()
         except MilepostError as error:
             self._give_up(ref, error)
@@ -532,10 +534,14 @@ class Checkpointer:
         The lists made of the state are gone on return: the collector is not to walk them.
         """
         content = self._reader.read(ref.save_id, state, per_rank, self._join)
-        selection = None if self._overlap is None else self._overlap.select(content.items)
+        selection = self._select(content)
         self._check_root(ref.name)
         if self._take_turn(ref, save):
             self._stage(ref, save, content, selection)
+
+    def _select(self, content: Content) -> Selection | None:
+        """Find what may be copied in the background; None: nothing is."""
+        return None if self._overlap is None else self._overlap.select(content.items)
 
     def _next_ref(self, step: int, name: str, *, is_plan_only: bool = False) -> SaveRef:
         self._count += 1
@@ -663,6 +669,18 @@ class Checkpointer:
         if not free:
             raise SaveFailed("internal", "no slot of the arena is free, and no save holds one")
         return free[0]
+
+    def _prepare_overlap(self, content: Content, selection: Selection | None) -> None:
+        """Make now what the first copy in the background would make."""
+        layout, slots = self._stager.layout, self._stager.slots
+        if self._overlap is not None and selection is not None and layout is not None:
+            self._overlap.prepare(
+                selection,
+                content.items,
+                layout.tensors,
+                self._stager.targets(slots[0]),
+                slots[0].image,
+            )
 
     def _stage_behind(
         self,

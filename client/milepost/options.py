@@ -14,9 +14,10 @@ from typing import Final
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from milepost.errors import UsageError
-from milepost.overlap import Optimizers, Overlap
+from milepost.overlap import Overlap
 from milepost.planning import is_default
 from milepost.retention import Policy
+from milepost.selection import Optimizers
 from milepost.storage import check_name
 
 JOB_CHARACTERS_MAX: Final = 200

@@ -62,7 +62,8 @@ class Sampler:
         self._host: torch.Tensor | None = None
         self._rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
-    def _make_room(self, device: torch.device) -> None:
+    def make_room(self, device: torch.device) -> None:
+        """Make what the elements of tensors on a device are read into, unless it is there."""
         if self._scratch is not None and self._scratch.device == device:
             return
         self._scratch = torch.zeros(self._bytes, dtype=torch.uint8, device=device)
@@ -76,12 +77,13 @@ class Sampler:
             typed[dtype].as_strided((count,), (1,), start // dtype.itemsize)
             for dtype, count, start in zip(self._dtypes, self._counts, self._starts, strict=True)
         ]
+        self._rows = self._addresses()
 
     def read(self, sources: Sequence[torch.Tensor]) -> None:
         """Read the elements; on a device, when the stream comes to it. All on one device."""
         if not sources:
             return
-        self._make_room(sources[0].device)
+        self.make_room(sources[0].device)
         with torch.no_grad():
             torch._foreach_copy_(
                 self._views,
@@ -117,8 +119,7 @@ class Sampler:
         """Return which tensors differ from the image (its bytes) in what was read, bit for bit."""
         if self._host is None:
             return []
-        if self._rows is None:
-            self._rows = self._addresses()
+        assert self._rows is not None
         owners, here, there = self._rows
         is_other = self._host[here] != image[there]
         if not bool(is_other.any()):

@@ -18,7 +18,7 @@ from milepost import overlap as under_test
 from milepost.arena import Slot
 from milepost.errors import MilepostError, SaveFailed, UsageError
 from milepost.flattening import flatten
-from milepost.overlap import EARLY_MAX, Overlap, Spans, copy_with_one_thread
+from milepost.overlap import EARLY_MAX, Overlap, copy_with_one_thread
 from milepost.sampling import Sampler
 from milepost.staging import NoPinner, Stager
 from milepost.state import Items, collect, fingerprint
@@ -55,6 +55,15 @@ class Bench:
                 for key, device in zip(items.keys, items.devices, strict=True)
             ]
         return self._start(items)
+
+    def prepare(self, state: dict[str, Any]) -> None:
+        items = collect(*flatten(state))
+        self.stager.lay_out(items, range(len(items)), fingerprint(items))
+        slot, layout = self.stager.slots[0], self.stager.layout
+        assert layout is not None
+        self.overlap.prepare(
+            self.overlap.select(items), items, layout.tensors, self.stager.targets(slot), slot.image
+        )
 
     def _start(self, items: Items) -> dict[str, list[str]]:
         self.stager.lay_out(items, range(len(items)), fingerprint(items))
@@ -218,78 +227,26 @@ def test_views_of_a_flat_parameter_are_guarded_and_what_reaches_beyond_it_is_not
     assert found == {"now": ["beyond", "all"], "guarded": ["head", "tail"], "cloned": []}
 
 
-def test_ranges_that_are_nested_are_all_seen() -> None:
-    memory = torch.zeros(100)
-    spans = Spans([memory[:100], memory[10:20], memory[50:51]])
-    assert spans.held([memory[30:90], memory[99:], memory[50:51], memory[:0]]) == [
-        True, True, True, False,
-    ]  # fmt: skip
-    assert Spans([memory[10:20]]).meet([memory[:11]])
-    assert not Spans([memory[10:20]]).meet([memory[:10], memory[20:], memory[15:15]])
-
-
-def test_strided_tensors_are_measured_from_their_first_to_their_last_element() -> None:
-    memory = torch.zeros(10, 10)
-    assert Spans([memory[:, 0]]).held([memory[0], memory[:, 0], memory[:9, 0], memory.t()]) == [
-        True, True, True, False,
-    ]  # fmt: skip
-
-
-# --- refused by name ----------------------------------------------------------------------------
-
-
-class Foreign:
-    def step(self) -> None: ...
-
-
-class Wrapper(torch.optim.Optimizer):
-    """As some trainers' libraries do it: an Optimizer that never calls its base."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda sgd: None, "without optimizer="),
-        (lambda sgd: [], "is empty"),
-        (lambda sgd: Foreign(), "a Foreign, which is no torch.optim.Optimizer"),
-        (lambda sgd: [sgd, Foreign()], "a Foreign, which is no torch.optim.Optimizer"),
-        (lambda sgd: Wrapper(sgd), "the step of Wrapper does not run torch's hooks"),
-    ],
-)
-def test_what_does_not_announce_its_steps_is_refused(
-    make: Callable[[torch.optim.Optimizer], Any], text: str
+def test_what_prepare_made_serves_every_save(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UsageError, match=text) as caught:
-        Overlap(make(torch.optim.SGD(_model(1), lr=1)))
-    assert caught.value.hint
-
-
-def test_a_parameter_that_is_not_in_the_state_is_refused(bench: MakeBench) -> None:
-    parameters = _model(2)
-    made = bench(torch.optim.SGD(parameters, lr=1))
-    with pytest.raises(UsageError, match=r"parameter 1 of SGD, of shape \(8, 4\), is not in the"):
-        made.save({"p0": parameters[0].detach(), "p1": parameters[1].detach().clone()})
-
-
-def test_a_step_inside_backward_is_refused(bench: MakeBench) -> None:
-    parameters = _model(2)
-    parameters[1].register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]
+    parameters = _model()
     optimizer = torch.optim.SGD(parameters, lr=1)
-    with pytest.raises(UsageError, match="parameter 1 of SGD has a post-accumulate-grad hook"):
-        bench(optimizer).save(_state(parameters, optimizer))
+    made = bench(optimizer)
+    made.prepare(_state(parameters, optimizer))
 
+    def unexpected(*arguments: Any) -> Any:
+        raise AssertionError("a save makes again what prepare() has made")
 
-def test_a_capturable_optimizer_is_refused(bench: MakeBench) -> None:
-    parameters = _model(1)
-    optimizer = torch.optim.AdamW(parameters, capturable=True)
-    with pytest.raises(UsageError, match="AdamW is capturable"):
-        bench(optimizer).save(_state(parameters, optimizer))
+    monkeypatch.setattr(under_test, "Sampler", unexpected)
+    monkeypatch.setattr(Sampler, "_addresses", unexpected)
+    for step in range(3):
+        _step(optimizer, parameters)
+        made.save(_state(parameters, optimizer))
+        held = made.image()
+        assert all(torch.equal(held[f"model.p{at}"], each) for at, each in enumerate(parameters))
+        assert made.errors == [None] * (step + 1)
+        made.release()
 
 
 # --- the guard ----------------------------------------------------------------------------------

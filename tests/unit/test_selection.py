@@ -1,0 +1,97 @@
+"""Which memory optimizers change, and which optimizers cannot be guarded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from milepost.errors import UsageError
+from milepost.flattening import flatten
+from milepost.selection import Selection, Selector, Spans
+from milepost.state import collect
+
+
+def _model(count: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.full((8, 4), float(number))) for number in range(count)]
+
+
+def _select(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Selection:
+    return Selector(optimizer).select(collect(*flatten(state)))
+
+
+def test_ranges_that_are_nested_are_all_seen() -> None:
+    memory = torch.zeros(100)
+    spans = Spans([memory[:100], memory[10:20], memory[50:51]])
+    assert spans.held([memory[30:90], memory[99:], memory[50:51], memory[:0]]) == [
+        True, True, True, False,
+    ]  # fmt: skip
+    assert Spans([memory[10:20]]).meet([memory[:11]])
+    assert not Spans([memory[10:20]]).meet([memory[:10], memory[20:], memory[15:15]])
+
+
+def test_strided_tensors_are_measured_from_their_first_to_their_last_element() -> None:
+    memory = torch.zeros(10, 10)
+    assert Spans([memory[:, 0]]).held([memory[0], memory[:, 0], memory[:9, 0], memory.t()]) == [
+        True, True, True, False,
+    ]  # fmt: skip
+
+
+# --- refused by name ----------------------------------------------------------------------------
+
+
+class Foreign:
+    def step(self) -> None: ...
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As some trainers' libraries do it: an Optimizer that never calls its base."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda sgd: None, "without optimizer="),
+        (lambda sgd: [], "is empty"),
+        (lambda sgd: Foreign(), "a Foreign, which is no torch.optim.Optimizer"),
+        (lambda sgd: [sgd, Foreign()], "a Foreign, which is no torch.optim.Optimizer"),
+        (lambda sgd: Wrapper(sgd), "the step of Wrapper does not run torch's hooks"),
+    ],
+)
+def test_what_does_not_announce_its_steps_is_refused(
+    make: Callable[[torch.optim.Optimizer], Any], text: str
+) -> None:
+    with pytest.raises(UsageError, match=text) as caught:
+        Selector(make(torch.optim.SGD(_model(1), lr=1)))
+    assert caught.value.hint
+
+
+def test_a_parameter_that_is_not_in_the_state_is_refused() -> None:
+    parameters = _model(2)
+    optimizer = torch.optim.SGD(parameters, lr=1)
+    with pytest.raises(UsageError, match=r"parameter 1 of SGD, of shape \(8, 4\), is not in the"):
+        _select(optimizer, {"p0": parameters[0].detach(), "p1": parameters[1].detach().clone()})
+
+
+def test_a_step_inside_backward_is_refused() -> None:
+    parameters = _model(2)
+    parameters[1].register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]
+    optimizer = torch.optim.SGD(parameters, lr=1)
+    with pytest.raises(UsageError, match="parameter 1 of SGD has a post-accumulate-grad hook"):
+        _select(optimizer, {str(at): each for at, each in enumerate(parameters)})
+
+
+def test_a_capturable_optimizer_is_refused() -> None:
+    parameters = _model(1)
+    optimizer = torch.optim.AdamW(parameters, capturable=True)
+    with pytest.raises(UsageError, match="AdamW is capturable"):
+        _select(optimizer, {str(at): each for at, each in enumerate(parameters)})
