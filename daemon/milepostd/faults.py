@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from milepost.errors import MilepostError, UsageError
+from milepost.protocol import SaveRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -117,63 +118,66 @@ class FaultPoints:
     ) -> None:
         self._faults = tuple(faults)
         self._send_signal = send_signal
-        self._fired: set[tuple[int, str]] = set()
-        self._holding: dict[str, list[str]] = {}
+        self._fired: set[tuple[int, str, str]] = set()
+        self._holding: dict[tuple[str, str], list[str]] = {}
         self._lock = threading.Lock()
 
-    async def at(self, point: str, save_key: str, step: int) -> None:
+    async def at(self, point: str, save: SaveRef) -> None:
         """Let what is planned for this point happen to this save; for the loop's own thread.
 
         Raises:
             InjectedFault: for `raise`.
             OSError: ENOSPC, EDQUOT, EIO or ESTALE, for the actions of these names.
         """
-        for fault in self._due(point, save_key, step):
-            with self._held(fault, save_key):
+        for fault in self._due(point, save):
+            with self._held(fault, save):
                 await asyncio.sleep(fault.sleep_s)
             self._strike(fault)
 
-    def at_blocking(self, point: str, save_key: str, step: int) -> None:
+    def at_blocking(self, point: str, save: SaveRef) -> None:
         """Do the same from a writer thread, which `sleep` blocks. Raises what `at` raises."""
-        for fault in self._due(point, save_key, step):
-            with self._held(fault, save_key):
+        for fault in self._due(point, save):
+            with self._held(fault, save):
                 time.sleep(fault.sleep_s)
             self._strike(fault)
 
-    def holding(self, save_key: str) -> str | None:
+    def holding(self, job: str, save_id: str) -> str | None:
         """Return the name of the point that holds this save by `sleep`, for its status sentence."""
         with self._lock:
-            points = self._holding.get(save_key)
+            points = self._holding.get((job, save_id))
             return points[-1] if points else None
 
-    def _due(self, point: str, save_key: str, step: int) -> Iterator[Fault]:
+    def _due(self, point: str, save: SaveRef) -> Iterator[Fault]:
         """Yield what is to happen now, logged and marked as fired each just before."""
         for index, fault in enumerate(self._faults):
-            if fault.point != point or fault.step not in (None, step):
+            if fault.point != point or fault.step not in (None, save.step):
                 continue
+            firing = (index, save.job, save.save_id)
             with self._lock:
-                if (index, save_key) in self._fired:
+                if firing in self._fired:
                     continue
-                self._fired.add((index, save_key))
-            fields = {"point": point, "action": fault.action, "save": save_key, "step": step}
+                self._fired.add(firing)
+            fields = {"point": point, "action": fault.action, "job": save.job,
+                      "save": save.save_id, "step": save.step}  # fmt: skip
             _log.warning("fault.fired", extra={"fields": fields})
             yield fault
 
     @contextmanager
-    def _held(self, fault: Fault, save_key: str) -> Iterator[None]:
+    def _held(self, fault: Fault, save: SaveRef) -> Iterator[None]:
         if fault.action != "sleep":
             yield
             return
+        key = (save.job, save.save_id)
         with self._lock:
-            self._holding.setdefault(save_key, []).append(fault.point)
+            self._holding.setdefault(key, []).append(fault.point)
         try:
             yield
         finally:
             with self._lock:
-                points = self._holding[save_key]
+                points = self._holding[key]
                 points.remove(fault.point)
                 if not points:
-                    del self._holding[save_key]
+                    del self._holding[key]
 
     def _strike(self, fault: Fault) -> None:
         match fault.action:

@@ -17,6 +17,7 @@ import logging
 import os
 import struct
 import sys
+import time
 from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -44,6 +45,8 @@ FILE_WAIT_S: Final = 2.0
 cache what they know of a directory, but not for ever."""
 
 _FILE_RETRY_S: Final = 0.1
+_FILE_RETRY_S_MAX: Final = 10.0
+"""First and longest pause before storage is asked again."""
 
 ANSWER_S_MAX: Final = 600.0
 """A child that has not answered for so long, the default deadline of a save, is stuck (stopped, or
@@ -116,9 +119,10 @@ class FileUnseen(Answer, frozen=True):
 
 
 class Failed(Answer, frozen=True):
-    """It cannot be done."""
+    """It cannot be done; `is_passing`: storage refused it for a reason that may pass."""
 
     cause: Cause
+    is_passing: bool = False
 
 
 AnyRequest: TypeAlias = Warm | PlanWanted | IndexWanted
@@ -285,22 +289,27 @@ class Planner:
         return _expect(await self._ask(request), PlanMade)
 
     async def build_index(
-        self, save: SaveRef, root: str, files: Sequence[WrittenFile], fragments: Sequence[str]
+        self,
+        save: SaveRef,
+        root: str,
+        files: Sequence[WrittenFile],
+        fragments: Sequence[str],
+        until_s: float,
     ) -> IndexBuilt | Cause:
         """Write `.milepost` and then `.metadata` into the save's directory, durably.
 
         Every fragment is read and every data file looked at, which proves that the nodes share the
         root; a file that is not to be seen is looked for again during `FILE_WAIT_S`, and is then
-        `root-not-shared`.
+        `root-not-shared`. What storage refuses for a passing reason is tried again.
 
         Args:
             save: which one; its directory is below `.partial`.
             root: where checkpoints are.
             files: what each rank has written and under which layout; one entry a rank.
             fragments: file names of the nodes' manifest fragments.
+            until_s: when to stop trying, by the monotonic clock.
         """
-        loop = asyncio.get_running_loop()
-        until = loop.time() + FILE_WAIT_S
+        unseen_until_s = time.monotonic() + FILE_WAIT_S
         pause_s = _FILE_RETRY_S
         ordered = tuple(sorted(files, key=lambda file: file.rank))
         while True:
@@ -312,12 +321,22 @@ class Planner:
                 fragments=tuple(fragments),
             )
             answer = await self._ask(request)
-            if not isinstance(answer, FileUnseen):
-                return _expect(answer, IndexBuilt)
-            if loop.time() + pause_s > until:
-                return answer.cause
+            match answer:
+                case FileUnseen(cause=cause):
+                    give_up_s = unseen_until_s
+                case Failed(cause=cause, is_passing=True):
+                    give_up_s = until_s
+                    log.warning(
+                        "storage.retried",
+                        extra={"fields": {"code": cause.code, "cause": cause.message,
+                                          "wait_s": pause_s}},
+                    )  # fmt: skip
+                case _:
+                    return _expect(answer, IndexBuilt)
+            if time.monotonic() + pause_s > give_up_s:
+                return cause
             await asyncio.sleep(pause_s)
-            pause_s *= 2
+            pause_s = min(2 * pause_s, _FILE_RETRY_S_MAX)
 
     async def _running(self) -> _Child:
         async with self._starting:

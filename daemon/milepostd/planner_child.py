@@ -31,7 +31,7 @@ import msgspec
 from isal import isal_zlib
 
 from milepost.collector import collector_paused
-from milepost.errors import MilepostError, ProtocolError
+from milepost.errors import MilepostError, ProtocolError, StorageError
 from milepost.format import manifest
 from milepost.format.layout import place
 from milepost.offer import Kind, Offer, decode_offer, layout_id, pack_assigned, unpack_assigned
@@ -318,7 +318,9 @@ class Composer:
         except _FileUnseenError as unseen:
             return FileUnseen(call=call, cause=unseen.cause)
         except MilepostError as error:
-            return Failed(call=call, cause=Cause(error.code, error.message, error.hint))
+            cause = Cause(error.code, error.message, error.hint)
+            is_passing = isinstance(error, StorageError) and error.transient
+            return Failed(call=call, cause=cause, is_passing=is_passing)
         except Exception as error:
             log.exception("planner.failed", extra={"fields": {"type": type(request).__name__}})
             cause = Cause("internal", f"the planner failed: {type(error).__name__}: {error}")

@@ -19,7 +19,6 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,7 +28,7 @@ import msgspec
 import psutil
 
 from milepost.arena import find_arenas
-from milepost.errors import MilepostError, StorageError, UsageError
+from milepost.errors import UsageError
 from milepost.format.manifest import FragmentFile
 from milepost.protocol import (
     PROTOCOL_VERSION,
@@ -49,7 +48,6 @@ from milepost.protocol import (
     PreemptionNoticed,
     ReadsTold,
     Refused,
-    SaveRef,
     Skipped,
     Staged,
     StatusIs,
@@ -58,7 +56,7 @@ from milepost.protocol import (
     Welcome,
     WrittenFile,
 )
-from milepost.storage import Root, storage_error
+from milepost.storage import Root
 from milepostd import systemd
 from milepostd.config import Settings
 from milepostd.core.commands import (
@@ -89,7 +87,6 @@ from milepostd.core.commands import (
 from milepostd.core.events import (
     AnyEvent,
     BytesWritten,
-    Discarded,
     FileDurable,
     FileFailed,
     FragmentDurable,
@@ -97,17 +94,13 @@ from milepostd.core.events import (
     IndexBuilt,
     IndexFailed,
     JobRecalled,
-    OutcomeFound,
     PeerSaid,
     PlanFailed,
     PlanMade,
-    Published,
-    PublishFailed,
     RankJoined,
     RankLeft,
     RankSaid,
     RankSignalled,
-    Retained,
     SessionLost,
     SessionOpened,
     Started,
@@ -117,6 +110,7 @@ from milepostd.core.events import (
 from milepostd.core.node import Node, NodeSettings
 from milepostd.core.phases import Phase
 from milepostd.core.status import status_of
+from milepostd.failures import cause_of, retried
 from milepostd.faults import FaultPoints, parse_faults
 from milepostd.http import bind_as_set, make_app, serve, url_of
 from milepostd.journal import Journal, find_staged
@@ -128,15 +122,11 @@ from milepostd.planner import Planner
 from milepostd.threads import Threads
 from milepostd.throttle import MB, BandwidthLimit, Pace
 from milepostd.transport import Transport, load_identity, save_identity
+from milepostd.verdicts import Verdicts
 from milepostd.writer import OpenArenas, write_fragment, write_rank
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-RETRY_S_MIN: Final = 0.1
-RETRY_S_MAX: Final = 10.0
-"""First and longest pause before a file operation is tried again: a hiccup of a mount is over in a
-moment, a failover takes some seconds."""
 
 FILE_THREADS: Final = 4
 """Threads for fragments, renames and deletions, apart from the image writers, so that one hung
@@ -213,18 +203,6 @@ def installed_version(package: str) -> str:
         return ""
 
 
-def cause_of(error: BaseException, *, node: str, rank: int = -1) -> Cause:
-    """Translate what an executor met into what people are told."""
-    if isinstance(error, MilepostError):
-        return Cause(error.code, error.message, error.hint, node, rank)
-    if isinstance(error, OSError):
-        path = str(error.filename or "")
-        found = storage_error("a file operation", path, error, None)
-        return Cause(found.code, found.message, found.hint, node, rank)
-    _log.error("executor.broken", exc_info=error, extra={"fields": {"cause": repr(error)}})
-    return Cause("internal", f"{type(error).__name__}: {error}", "report it", node, rank)
-
-
 class Runtime:
     """One daemon's loop and its executors."""
 
@@ -259,7 +237,7 @@ class Runtime:
         self.files = Threads("milepostd-files", FILE_THREADS)
         self.latest = Latest(self._in_files, self._spawn)
         self.limit = BandwidthLimit(settings.write_mbps * MB) if settings.write_mbps else None
-        self.paces: dict[tuple[str, int], Pace] = {}
+        self.paces: dict[tuple[str, str, int], Pace] = {}
         """Of the images that are being written, by save and rank."""
         self.roots = tuple(os.path.realpath(root) for root in settings.roots)
         self.torch_version = installed_version("torch")
@@ -286,6 +264,7 @@ class Runtime:
                 linger_s=self.settings.linger_s,
             )
         )
+        self.verdicts = Verdicts(self.node_ref.node_id, self.faults, self._in_files, self.latest)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._asked_to_stop)
         listener = bind_as_set(self.settings)
@@ -408,7 +387,7 @@ class Runtime:
         """The node's picture of itself, as `milepost status` and HTTP show it."""
         picture = status_of(self.node, time.monotonic_ns())
         for save in picture["saves"]:
-            point = self.faults.holding(f"{save['job']}/{save['save_id']}")
+            point = self.faults.holding(save["job"], save["save_id"])
             if point is not None:
                 save["waits_for"] = f"held at fault point {point}; {save['waits_for']}"
             if self.limit is not None and save["phase"] == Phase.WRITING:
@@ -596,7 +575,7 @@ class Runtime:
             case RemoveArenas():
                 self._spawn(self._remove_arenas(command), self.sweeps)
             case AbandonWrite():
-                self._abandon_write((_key(command.save), command.rank))
+                self._abandon_write((command.save.job, command.save.save_id, command.rank))
             case WriteImage():
                 self._spawn(self._complete(self._write_image, command))
             case WriteFragment():
@@ -606,19 +585,19 @@ class Runtime:
             case BuildIndex():
                 self._spawn(self._complete(self._build_index, command))
             case Publish():
-                self._spawn(self._complete(self._publish, command))
+                self._spawn(self._complete(self.verdicts.publish, command))
             case GiveUp():
-                self._spawn(self._complete(self._give_up, command))
+                self._spawn(self._complete(self.verdicts.give_up, command))
             case Discard():
                 self._spawn(self._complete(self._discard, command))
             case Retain():
-                self._spawn(self._complete(self._retain, command))
+                self._spawn(self._complete(self.verdicts.retain, command))
 
     async def _complete(self, execute: Callable[[T], Awaitable[AnyEvent]], command: T) -> None:
         """Carry out a slow command: exactly one event comes back."""
         self._post(await execute(command))
 
-    def _abandon_write(self, write: tuple[str, int]) -> None:
+    def _abandon_write(self, write: tuple[str, str, int]) -> None:
         """Have it end at its next block, and let others write if it never gets there."""
         if write in self.paces:
             self.paces[write].stop()
@@ -675,37 +654,24 @@ class Runtime:
     async def _in_files(self, work: Callable[[], T]) -> T:
         return await self.files.run(work)
 
-    async def _retried(self, work: Callable[[], Awaitable[T]], until_ns: int) -> T:
-        """Try again what failed for a passing reason, as long as the save has time."""
-        pause_s = RETRY_S_MIN
-        while True:
-            try:
-                return await work()
-            except StorageError as error:
-                if not error.transient or time.monotonic_ns() + pause_s * 1e9 > until_ns:
-                    raise
-                emit("warning", "storage.retried", file=error.path, code=error.code,
-                     cause=error.message, wait_s=pause_s)  # fmt: skip
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RETRY_S_MAX)
-
     # --- executors of slow commands
 
     async def _write_image(self, command: WriteImage) -> AnyEvent:
-        save, rank, key = command.save, command.rank, _key(command.save)
+        save, rank = command.save, command.rank
+        write_of = (save.job, save.save_id, rank)
         loop = asyncio.get_running_loop()
         started_s = time.monotonic()
-        pace = self.paces[key, rank] = Pace(
+        pace = self.paces[write_of] = Pace(
             self.limit, until_s=command.until_ns / 1e9, on_wait=self.counters.throttled
         )
 
         def on_bytes(count: int) -> None:
-            self.faults.at_blocking("mid-write", key, save.step)
+            self.faults.at_blocking("mid-write", save)
             self.counters.bytes_written(count)
             loop.call_soon_threadsafe(self._post, BytesWritten(save=save, count=count))
 
         try:
-            await self.faults.at("after-staged", key, save.step)
+            await self.faults.at("after-staged", save)
             write = partial(
                 write_rank,
                 Root(command.root),
@@ -717,16 +683,14 @@ class Runtime:
                 self.arenas,
                 pace,
             )
-            file = await self._retried(
-                partial(self.writers.run, write, (key, rank)), command.until_ns
-            )
-            await self.faults.at("after-write", key, save.step)
+            file = await retried(partial(self.writers.run, write, write_of), command.until_ns)
+            await self.faults.at("after-write", save)
         except Exception as error:  # every failure becomes the command's one event
             return FileFailed(
                 save=save, rank=rank, cause=cause_of(error, node=self.node_ref.node_id, rank=rank)
             )
         finally:
-            self.paces.pop((key, rank), None)
+            self.paces.pop(write_of, None)
         self.counters.write_took(time.monotonic() - started_s)
         self.fragments.setdefault((save.job, save.save_id), {})[rank] = file
         return FileDurable(
@@ -736,13 +700,13 @@ class Runtime:
     async def _write_fragment(self, command: WriteFragment) -> AnyEvent:
         save = command.save
         try:
-            await self.faults.at("before-durable", _key(save), save.step)
+            await self.faults.at("before-durable", save)
             files = self.fragments.pop((save.job, save.save_id))
             ordered = tuple(files[rank] for rank in sorted(files))
             write = partial(
                 write_fragment, Root(command.root), save, self.node_ref.node_id, ordered
             )
-            name = await self._retried(partial(self.files.run, write), command.until_ns)
+            name = await retried(partial(self.files.run, write), command.until_ns)
         except Exception as error:  # every failure becomes the command's one event
             return FragmentFailed(save=save, cause=cause_of(error, node=self.node_ref.node_id))
         return FragmentDurable(save=save, fragment=name)
@@ -751,7 +715,7 @@ class Runtime:
         save = command.save
         started_s = time.monotonic()
         try:
-            await self.faults.at("before-plan", _key(save), save.step)
+            await self.faults.at("before-plan", save)
             made = await self.planner.make_plan(save.job, command.reports)
             if save.is_plan_only:
                 # Who prepares wants to have paid when it returns, and the index needs torch.
@@ -766,83 +730,20 @@ class Runtime:
     async def _build_index(self, command: BuildIndex) -> AnyEvent:
         save = command.save
         try:
-            await self.faults.at("before-metadata", _key(save), save.step)
+            await self.faults.at("before-metadata", save)
             built = await self.planner.build_index(
-                save, command.root, command.files, command.fragments
+                save, command.root, command.files, command.fragments, command.until_ns / 1e9
             )
-            await self.faults.at("after-metadata", _key(save), save.step)
+            await self.faults.at("after-metadata", save)
         except Exception as error:  # every failure becomes the command's one event
             return IndexFailed(save=save, cause=cause_of(error, node=self.node_ref.node_id))
         if isinstance(built, Cause):
             return IndexFailed(save=save, cause=built)
         return IndexBuilt(save=save, checkpoint_bytes=built.checkpoint_bytes)
 
-    async def _publish(self, command: Publish) -> AnyEvent:
-        save, root = command.save, Root(command.root)
-        try:
-            await self.faults.at("before-publish", _key(save), save.step)
-            publish = partial(self._in_files, partial(root.publish, save))
-            path = await self._retried(publish, command.until_ns)
-            at_ms = time.time_ns() // 1_000_000
-        except Exception as error:  # every failure becomes the command's one event
-            return PublishFailed(save=save, cause=cause_of(error, node=self.node_ref.node_id))
-        try:
-            await self.faults.at("after-publish", _key(save), save.step)
-            await self.latest.advance(root, save)
-            await self.faults.at("before-committed", _key(save), save.step)
-        except Exception as error:  # the rename has happened: it is a checkpoint
-            cause = cause_of(error, node=self.node_ref.node_id)
-            emit("warning", "latest.unmoved", job=save.job, save=save.save_id, step=save.step,
-                 code=cause.code, cause=cause.message)  # fmt: skip
-            self.latest.follow_later(root, save)
-        return Published(save=save, path=str(path), at_ms=at_ms)
-
-    async def _give_up(self, command: GiveUp) -> AnyEvent:
-        save, root = command.save, Root(command.root)
-        is_forestalled = command.is_coordinator and not command.was_prepared
-        look = root.forestall if is_forestalled else root.give_up
-        try:
-            found = await self._in_files(partial(look, save))
-            if found == "committed" and command.is_coordinator:
-                # It was published, in an earlier life perhaps, by one who did not get to this.
-                await self.latest.advance(root, save)
-        except Exception as error:  # every failure becomes the command's one event
-            cause = cause_of(error, node=self.node_ref.node_id)
-            emit("error", "save.unresolved", job=save.job, save=save.save_id, step=save.step,
-                 code=cause.code, cause=cause.message)  # fmt: skip
-            found = "unknown"
-            with suppress(Exception):  # the first failure has been told
-                if (
-                    command.is_coordinator
-                    and not command.may_take_effect
-                    and await self._in_files(
-                        partial(root.is_unpublished, save, was_begun=command.was_prepared)
-                    )
-                ):
-                    found = "aborted"
-        return OutcomeFound(save=save, outcome=found, path=str(root.path / save.name))
-
     async def _discard(self, command: Discard) -> AnyEvent:
         self.fragments.pop((command.save.job, command.save.save_id), None)
-        try:
-            await self._in_files(partial(_discard, Root(command.root), command.save))
-        except Exception as error:  # leftovers are worth no more than a line
-            cause = cause_of(error, node=self.node_ref.node_id)
-            emit("warning", "save.undiscarded", job=command.save.job, save=command.save.save_id,
-                 step=command.save.step, code=cause.code, cause=cause.message)  # fmt: skip
-        return Discarded(save=command.save)
-
-    async def _retain(self, command: Retain) -> AnyEvent:
-        try:
-            removed = await self.latest.retain(Root(command.root), command.keep)
-        except Exception as error:  # a checkpoint too many is no loss
-            cause = cause_of(error, node=self.node_ref.node_id)
-            emit("warning", "retention.failed", job=command.job, code=cause.code,
-                 cause=cause.message)  # fmt: skip
-            return Retained(job=command.job, removed=())
-        if removed:
-            emit("info", "retention.removed", job=command.job, file=", ".join(removed))
-        return Retained(job=command.job, removed=removed)
+        return await self.verdicts.discard(command)
 
     async def _warm_planner(self, warm: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -893,10 +794,6 @@ class Runtime:
                 emit("warning", "arena.unremoved", file=path, cause=str(error))
 
 
-def _key(save: SaveRef) -> str:
-    return f"{save.job}/{save.save_id}"
-
-
 def _series(text: str) -> str:
     """Return major.minor of a version."""
     return ".".join(text.split("+")[0].split(".")[:2])
@@ -912,9 +809,3 @@ def _is_process(hello: Hello) -> bool:
         )
     except psutil.Error:
         return False
-
-
-def _discard(root: Root, save: SaveRef) -> None:
-    """Delete what a save left, also what a late writer of this node has made since it ended."""
-    root.give_up(save)
-    root.discard(save)

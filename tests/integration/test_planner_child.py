@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 import warnings
 import zlib
 from pathlib import Path
@@ -32,6 +33,9 @@ from milepostd.planner import IndexBuilt, PlanMade, Planner
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+UNTIL_S = 60.0
+"""How long a refusal that may pass is tried again."""
 
 SAVE = SaveRef("job", "1-1", 10, "step_10")
 WEIGHT = torch.arange(32, dtype=torch.float32).reshape(8, 4)
@@ -137,7 +141,9 @@ class Save:
             self.files.append(WrittenFile(file.rank, file.layout_id, file.file, file.file_bytes))
 
     async def index(self, planner: Planner) -> IndexBuilt | Cause:
-        return await planner.build_index(SAVE, str(self.root.path), self.files, self.fragments)
+        return await planner.build_index(
+            SAVE, str(self.root.path), self.files, self.fragments, time.monotonic() + UNTIL_S
+        )
 
 
 async def plan(planner: Planner, *reports: RankReport) -> dict[int, RankLayout]:

@@ -365,8 +365,9 @@ class Daemon(Life):
             if len({file.layout_id.partition("/")[0] for file in command.files}) > 1:
                 cause = Cause("structure-changed", "ranks have staged different structures")
                 return IndexFailed(save=save, cause=cause)
-            size = yield from self.root(command.root).build_index(
-                save, command.files, command.fragments
+            root = self.root(command.root)
+            size = yield from self.retried(
+                lambda: root.build_index(save, command.files, command.fragments), command.until_ns
             )
         except (MilepostError, OSError) as error:
             return IndexFailed(save=save, cause=self.cause_of(error))
@@ -375,16 +376,19 @@ class Daemon(Life):
     def publish(self, command: Publish) -> Steps:
         save, root = command.save, self.root(command.root)
         try:
-            path = yield from root.publish(save)
+            path = yield from self.retried(lambda: root.publish(save), command.until_ns)
         except (MilepostError, OSError) as error:
             return PublishFailed(save=save, cause=self.cause_of(error))
+        yield from self._advance_latest(root, save)
+        return Published(save=save, path=path, at_ms=self.world.now_ns // 1_000_000)
+
+    def _advance_latest(self, root: Root, save: SaveRef) -> Steps:
         try:
             yield from root.advance_latest(save)
         except (MilepostError, OSError):
             self.machine.oracle.note_unmoved()
             self.following += 1
             self.world.spawn(self, self._follow(root, save))
-        return Published(save=save, path=path, at_ms=self.world.now_ns // 1_000_000)
 
     def _follow(self, root: Root, save: SaveRef) -> Steps:
         for pause_s in FOLLOW_PAUSES_S:
@@ -401,9 +405,7 @@ class Daemon(Life):
         try:
             is_forestalled = command.is_coordinator and not command.was_prepared
             look = root.forestall if is_forestalled else root.give_up
-            found = yield from look(save)
-            if found == "committed" and command.is_coordinator:
-                yield from root.advance_latest(save)
+            found = yield from self.retried(lambda: look(save), command.until_ns)
         except (MilepostError, OSError):
             found = "unknown"
             try:
@@ -414,6 +416,8 @@ class Daemon(Life):
                 pass  # The first failure has been told.
             if found == "aborted":
                 self.machine.oracle.mark("given up unmoved")
+        if found == "committed" and command.is_coordinator:
+            yield from self._advance_latest(root, save)
         return OutcomeFound(save=save, outcome=found, path=f"{command.root}/{save.name}")
 
     def discard(self, command: Discard) -> Steps:

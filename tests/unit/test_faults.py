@@ -11,7 +11,12 @@ import threading
 import pytest
 
 from milepost.errors import UsageError
+from milepost.protocol import SaveRef
 from milepostd.faults import ACTIONS, POINTS, Fault, FaultPoints, InjectedFault, parse_faults
+
+
+def _save(job: str, step: int) -> SaveRef:
+    return SaveRef(job=job, save_id="1-1", step=step, name=f"step_{step}")
 
 
 def test_points_actions_and_arguments_are_understood() -> None:
@@ -55,23 +60,23 @@ def test_a_fault_fires_once_per_save_and_only_at_its_point(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     points = FaultPoints(parse_faults("mid-write:raise"))
-    points.at_blocking("after-write", "a", 1)
+    points.at_blocking("after-write", _save("a", 1))
     with pytest.raises(InjectedFault, match="mid-write"):
-        points.at_blocking("mid-write", "a", 1)
-    points.at_blocking("mid-write", "a", 1)
+        points.at_blocking("mid-write", _save("a", 1))
+    points.at_blocking("mid-write", _save("a", 1))
     with pytest.raises(InjectedFault):
-        asyncio.run(points.at("mid-write", "b", 1))
+        asyncio.run(points.at("mid-write", _save("b", 1)))
     assert [record.getMessage() for record in caplog.records] == ["fault.fired"] * 2
 
 
 def test_a_fault_with_a_step_leaves_the_saves_of_other_steps_alone() -> None:
     points = FaultPoints(parse_faults("mid-write:raise@7"))
-    points.at_blocking("mid-write", "a", 6)
+    points.at_blocking("mid-write", _save("a", 6))
     with pytest.raises(InjectedFault):
-        points.at_blocking("mid-write", "b", 7)
-    points.at_blocking("mid-write", "b", 7)
+        points.at_blocking("mid-write", _save("b", 7))
+    points.at_blocking("mid-write", _save("b", 7))
     with pytest.raises(InjectedFault):
-        points.at_blocking("mid-write", "c", 7)
+        points.at_blocking("mid-write", _save("c", 7))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +91,7 @@ def test_a_fault_with_a_step_leaves_the_saves_of_other_steps_alone() -> None:
 def test_a_disk_s_faults_look_like_the_disk_s(action: str, number: int) -> None:
     points = FaultPoints(parse_faults(f"mid-write:{action}"))
     with pytest.raises(OSError, match="mid-write") as caught:
-        points.at_blocking("mid-write", "a", 1)
+        points.at_blocking("mid-write", _save("a", 1))
     assert caught.value.errno == number
 
 
@@ -94,21 +99,21 @@ def test_kill_and_stop_strike_the_daemon_itself() -> None:
     sent: list[tuple[int, int]] = []
     faults = parse_faults("before-plan:stop,before-plan:kill")
     points = FaultPoints(faults, lambda pid, number: sent.append((pid, number)))
-    points.at_blocking("before-plan", "a", 1)
+    points.at_blocking("before-plan", _save("a", 1))
     assert sent == [(os.getpid(), signal.SIGSTOP), (os.getpid(), signal.SIGKILL)]
 
 
 def test_sleep_holds_one_save_is_told_and_leaves_the_loop_turning() -> None:
     async def main() -> None:
         points = FaultPoints(parse_faults("before-publish:sleep:3600"))
-        held = asyncio.create_task(points.at("before-publish", "a", 1))
+        held = asyncio.create_task(points.at("before-publish", _save("a", 1)))
         await asyncio.sleep(0)
-        assert points.holding("a") == "before-publish"
-        assert points.holding("b") is None
+        assert points.holding("a", "1-1") == "before-publish"
+        assert points.holding("b", "1-1") is None
         held.cancel()
         with pytest.raises(asyncio.CancelledError):
             await held
-        assert points.holding("a") is None
+        assert points.holding("a", "1-1") is None
 
     asyncio.run(main())
 
@@ -125,10 +130,10 @@ def test_sleep_in_a_writer_thread_holds_that_thread_and_is_told(
         assert go_on.wait(10)
 
     monkeypatch.setattr("milepostd.faults.time.sleep", held)
-    writer = threading.Thread(target=points.at_blocking, args=("mid-write", "a", 1))
+    writer = threading.Thread(target=points.at_blocking, args=("mid-write", _save("a", 1)))
     writer.start()
     assert entered.wait(10)
-    assert points.holding("a") == "mid-write"
+    assert points.holding("a", "1-1") == "mid-write"
     go_on.set()
     writer.join()
-    assert points.holding("a") is None
+    assert points.holding("a", "1-1") is None

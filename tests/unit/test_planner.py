@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import io
 import os
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,6 +17,7 @@ import pytest
 from milepost.errors import ProtocolError
 from milepost.offer import Kind, Offer, encode_offer, layout_id, pack_assigned, unpack_assigned
 from milepost.protocol import Cause, RankLayout, RankReport, SaveRef, WrittenFile
+from milepost.storage import storage_error
 from milepostd import planner, planner_child
 from milepostd.planner import (
     AnyAnswer,
@@ -257,3 +261,52 @@ def test_what_cannot_be_planned_is_answered_with_its_cause(tmp_path: Path) -> No
     assert conflict.cause.code == "key-conflict"
     assert isinstance(malformed, Failed)
     assert malformed.cause.code == "protocol"
+
+
+# --- an index that storage refuses ------------------------------------------------------------
+
+
+class Answering(planner.Planner):
+    """A planner whose process gives answers that were prepared."""
+
+    def __init__(self, plans_dir: Path, *answers: AnyAnswer) -> None:
+        super().__init__(plans_dir, nice=0)
+        self.answers = [*answers]
+
+    async def _ask(self, request: AnyRequest) -> AnyAnswer:
+        return self.answers.pop(0)
+
+    def index(self, until_s: float) -> IndexBuilt | Cause:
+        save = SaveRef(job="job", save_id="1-1", step=1, name="step_1")
+        return asyncio.run(self.build_index(save, "/root", (), (), until_s))
+
+
+REFUSED = Failed(call=1, cause=Cause("io-error", "stale file handle"), is_passing=True)
+BUILT = IndexBuilt(call=1, checkpoint_bytes=7)
+
+
+def test_an_index_is_asked_for_again_while_its_refusal_may_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "_FILE_RETRY_S", 0.001)
+    asked = Answering(tmp_path, REFUSED, REFUSED, BUILT)
+    assert BUILT == asked.index(time.monotonic() + 60)
+    late = Answering(tmp_path, REFUSED, BUILT)
+    assert REFUSED.cause == late.index(time.monotonic())
+    lasting = Answering(tmp_path, Failed(call=1, cause=REFUSED.cause), BUILT)
+    assert REFUSED.cause == lasting.index(time.monotonic() + 60)
+
+
+@pytest.mark.parametrize(("number", "is_passing"), [(errno.ESTALE, True), (errno.EIO, False)])
+def test_the_process_says_whether_a_refusal_may_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_passing: bool
+) -> None:
+    def refuse(directory: Path, request: IndexWanted) -> None:
+        raise storage_error("read", directory, OSError(number, "refused"))
+
+    monkeypatch.setattr(planner_child, "_read_fragments", refuse)
+    save = SaveRef(job="job", save_id="1-1", step=1, name="step_1")
+    wanted = IndexWanted(call=1, root=str(tmp_path), save=save, files=(), fragments=())
+    answer = Composer(Layouts(tmp_path)).answer(wanted)
+    assert isinstance(answer, Failed)
+    assert is_passing == answer.is_passing

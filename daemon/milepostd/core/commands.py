@@ -109,6 +109,8 @@ class BuildIndex(Command, frozen=True):
     root: str
     files: tuple[WrittenFile, ...]
     fragments: tuple[str, ...]
+    until_ns: int
+    """How long what fails for a passing reason is tried again."""
 
 
 class Publish(Command, frozen=True):
@@ -127,12 +129,14 @@ class GiveUp(Command, frozen=True):
     is_coordinator: nobody else publishes, so a directory that was never made counts as aborted,
     unless a node `was_prepared`: then there was one, and that it shows nowhere proves nothing. A
     directory that cannot be moved, and is where it was, is not published either, unless a
-    publication `may_take_effect` still.
+    publication `may_take_effect` still. What fails for a passing reason is tried again `until_ns`.
     """
 
     save: SaveRef
     root: str
     is_coordinator: bool
+    until_ns: int = 0
+    """0: not at all, since who asks does so again."""
     was_prepared: bool = False
     may_take_effect: bool = False
 

@@ -793,7 +793,13 @@ class Coordination(_Role):
         )
         fragments = tuple(sorted(prepared.fragment for prepared in self.prepared.values()))
         return [
-            BuildIndex(save=self.save, root=self.job.root, files=tuple(files), fragments=fragments)
+            BuildIndex(
+                save=self.save,
+                root=self.job.root,
+                files=tuple(files),
+                fragments=fragments,
+                until_ns=self.deadline_at_ns(),
+            )
         ]
 
     def index_built(self, event: IndexBuilt) -> list[Command]:
@@ -843,6 +849,7 @@ class Coordination(_Role):
                 save=self.save,
                 root=self.job.root,
                 is_coordinator=True,
+                until_ns=now_ns + int(RESOLVE_GRACE_S * SECOND_NS),
                 was_prepared=self.was_prepared,
                 may_take_effect=self.may_take_effect,
             )
