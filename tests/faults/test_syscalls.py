@@ -193,6 +193,27 @@ def test_what_fails_for_a_passing_reason_is_written_anew_and_the_save_commits(
     assert f"step_{step}" in check_root(station.yard.root)
 
 
+def test_an_index_that_cannot_be_synced_for_a_passing_reason_is_built_again(
+    station: Station,
+) -> None:
+    step, member = 930, station.yard.members[0]
+
+    def retries() -> int:
+        lines = log_lines(member.node)
+        return sum(line["event"] == "storage.retried" for line in lines)
+
+    before = retries()
+    with injecting(
+        [planner_of(member.pid)], "fsync", "error=ESTALE", log=station.yard.log("index")
+    ) as injection:
+        station.crew.all("begin", step=step)
+        station.counts[0] += 1
+        until(lambda: retries() > before, "the daemon asks its planner again")
+        assert injection.has_struck()
+    assert ["committed"] * 2 == [each["phase"] for each in station.crew.all("finish", step=step)]
+    assert f"step_{step}" in check_root(station.yard.root)
+
+
 def test_stock_torch_finds_in_each_of_these_checkpoints_the_state_of_its_step(
     station: Station,
 ) -> None:
