@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -24,7 +24,7 @@ import torch
 
 from milepost.advice import note_made, tell_unprepared
 from milepost.claims import Ownership, find_other, reading
-from milepost.collector import collector_paused, collector_running
+from milepost.collector import collector_paused
 from milepost.connection import error_of, fetch_status
 from milepost.content import Content, ContentReader
 from milepost.errors import (
@@ -83,6 +83,7 @@ from milepost.staging import Stager
 from milepost.state import Items
 from milepost.storage import Root
 from milepost.turns import in_turn
+from milepost.waiting import check_timeout, wait_telling
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -91,9 +92,6 @@ if TYPE_CHECKING:
     from milepost.arena import Slot
 
 log = logging.getLogger("milepost")
-
-WAIT_TOLD_S: Final = 15.0
-"""How long `save()` waits in silence; then the log says so."""
 
 LAYOUTS_MAX: Final = 8
 """Structures whose layouts are remembered: with and without optimizer state, say, in turn."""
@@ -601,8 +599,11 @@ class Checkpointer:
             self._session.say(Skipped(save=ref, reason=reason))
             return False
         with self._changed:
-            has_room = self._wait_for(
-                lambda: len(self._held) < self._slots or save.done(), self._deadline_s
+            has_room = wait_telling(
+                self._changed,
+                lambda: len(self._held) < self._slots or save.done(),
+                self._deadline_s,
+                f"{self} waits for a free slot: storage is slower than saves come",
             )
         if save.done():
             return False
@@ -613,27 +614,6 @@ class Checkpointer:
                 "come",
                 "save less often, or see `milepost status`",
             )
-        return True
-
-    def _wait_for(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait on `_changed`, which the caller holds. The trainer's other threads may go on for
-        long meanwhile, so the collector does, too.
-        """
-        if is_so():
-            return True
-        started_s = time.monotonic()
-        pause_s = WAIT_TOLD_S
-        with collector_running():
-            while not self._changed.wait_for(is_so, min(pause_s, timeout_s)):
-                waited_s = time.monotonic() - started_s
-                if waited_s >= timeout_s:
-                    return False
-                log.warning(
-                    "%s has waited for %.0f s in save(); every rank has to call it, and "
-                    "`milepost status` tells for whom it waits",
-                    self, waited_s,
-                )  # fmt: skip
-                pause_s = min(4 * WAIT_TOLD_S, timeout_s - waited_s)
         return True
 
     def _stage(
@@ -751,8 +731,11 @@ class Checkpointer:
             Offered(save=ref, fingerprint=content.structure, offer=encode_offer(offer))
         )
         with self._changed:
-            self._wait_for(
-                lambda: ref.save_id in self._layouts_ready or save.done(), self._deadline_s + JOIN_S
+            wait_telling(
+                self._changed,
+                lambda: ref.save_id in self._layouts_ready or save.done(),
+                self._deadline_s + JOIN_S,
+                f"{self} waits for its layout: every rank has to call save() or prepare()",
             )
             ready = self._layouts_ready.pop(ref.save_id, None)
         if ready is None:
@@ -886,6 +869,7 @@ class Checkpointer:
 
         Raises TimeoutError, naming what still runs.
         """
+        check_timeout(timeout_s)
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             pending = list(self._saves.values())

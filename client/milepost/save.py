@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from milepost.connection import error_of
-from milepost.errors import SaveFailed
+from milepost.errors import SaveFailed, UsageError
+from milepost.waiting import check_timeout
 
 if TYPE_CHECKING:
     from milepost.protocol import Cause
@@ -138,8 +139,11 @@ class Save:
     def add_done_callback(self, function: Callable[[Save], None]) -> None:
         """Call `function(save)` once when the save ends, at once if it has.
 
-        It runs on the connection's thread and must not block; what it raises is logged.
+        It runs on the connection's thread and must not block; what it raises is logged. Raises
+        UsageError for what cannot be called.
         """
+        if not callable(function):
+            raise UsageError("usage", f"a done callback must be callable, got {function!r}")
         with self._changed:
             if not self.done():
                 self._callbacks.append(function)
@@ -192,6 +196,7 @@ class Save:
             log.exception("a done callback of save %s raised", self.save_id)
 
     def _wait_until(self, has_come: Callable[[], bool], timeout_s: float | None, what: str) -> None:
+        check_timeout(timeout_s)
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while not has_come():

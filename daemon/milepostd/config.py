@@ -129,8 +129,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Name a list where jobs share a host and only an affinity mask, no cpuset, keeps them apart."""
 
     faults: str = ""
-    """For tests only: fault points that make the daemon misbehave, as `point:action[:argument]`,
-    separated by commas. Refused without `allow_faults`."""
+    """For tests only: fault points that make the daemon misbehave, as
+    `point:action[:argument][@step]`, separated by commas. Refused without `allow_faults`."""
 
     allow_faults: bool = False
     """For tests only: lets `faults` take effect. A switch of its own, so that a variable left over

@@ -26,6 +26,7 @@ CORES_MIN: Final = 2
 seconds, and heartbeats and writers must go on meanwhile. More writer threads do not need more: they
 mostly wait for the device."""
 
+CORE_DIGITS_MAX: Final = 9
 CORE_NUMBER_MAX: Final = 8191
 """No kernel is built for more. Numbers that a machine lacks are no error in an affinity mask."""
 
@@ -52,7 +53,11 @@ def parse_cores(text: str) -> frozenset[int]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         numbers = (first, last) if dash else (first, first)
-        if not all(number.isascii() and number.isdigit() for number in numbers):
+        if not all(
+            # `int` refuses digits by the thousand.
+            number.isascii() and number.isdigit() and len(number) <= CORE_DIGITS_MAX
+            for number in numbers
+        ):
             raise UsageError("usage", f"expected auto, all or a list like 8-11,14, got {text!r}")
         low, high = int(numbers[0]), int(numbers[1])
         if low > high or high > CORE_NUMBER_MAX:

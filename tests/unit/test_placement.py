@@ -50,7 +50,9 @@ def test_lists_of_cores_are_read(text: str, expected: set[int]) -> None:
     assert expected == parse_cores(text)
 
 
-@pytest.mark.parametrize("text", ["", "a", "1-", "-1", "3-2", "1;2", "0-99999", "١", "1,,2", "0x1"])
+@pytest.mark.parametrize(
+    "text", ["", "a", "1-", "-1", "3-2", "1;2", "0-99999", "١", "1,,2", "0x1", "9" * 5000]
+)
 def test_what_is_no_list_of_cores_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_cores(text)

@@ -452,6 +452,10 @@ def picture() -> dict[str, Any]:
         "peer_address": "tcp://10.0.0.1:9471",
         "http": "http://127.0.0.1:9470",
     }
+    found["writer"] = {
+        "threads": 2, "nice": 10, "io_class": "best-effort", "cpus": "4-7",
+        "cpus_reason": "away from the trainers", "write_mbps": 50,
+    }  # fmt: skip
     return found
 
 
@@ -491,6 +495,8 @@ def test_a_busy_daemon_is_shown_with_what_each_save_waits_for(
     monkeypatch.setattr(status_tool, "fetch", lambda *_: found)
     assert run("status") == 0
     for part in (
+        "writes with 2 threads, niceness 10, I/O class best-effort, on cores 4-7",
+        "at most 50 MB/s",
         "500.0 kB of 2.0 MB", "the disk: rank 0", "1 min 1 s", "j[red]", "2 of 8", "step 10",
         "pwrite /x: no space [no-space]", "hint: free space", "tcp://10.0.0.2:9471",
     ):  # fmt: skip

@@ -87,7 +87,7 @@ def _fetch_url(url: str, token: str, timeout_s: float) -> dict[str, Any]:
 
 def render(status: dict[str, Any]) -> RenderableType:
     """Return the picture for people: node, saves in flight, jobs, peers."""
-    parts: list[RenderableType] = [_node(status)]
+    parts: list[RenderableType] = [_node(status), _writer(status["writer"])]
     if status["saves"]:
         parts.append(_saves(status["saves"]))
     else:
@@ -113,6 +113,17 @@ def _node(status: dict[str, Any]) -> Text:
     )
     if node.get("http"):
         line.append(f", {node['http']}")
+    return line
+
+
+def _writer(writer: dict[str, Any]) -> Text:
+    line = Text(
+        f"writes with {counted(writer['threads'], 'thread')}, niceness {writer['nice']}, I/O class "
+        f"{writer['io_class']}, on cores {writer['cpus']}"
+    )
+    line.append(f" ({writer['cpus_reason']})", style="dim")
+    if writer["write_mbps"]:
+        line.append(f", at most {writer['write_mbps']:g} MB/s")
     return line
 
 
