@@ -39,7 +39,6 @@ class Sampler:
     def __init__(
         self, sizes: Sequence[Box], dtypes: Sequence[torch.dtype], payloads_at: Sequence[int]
     ) -> None:
-        self._sizes = sizes
         self._dtypes = dtypes
         self._payloads_at = payloads_at
         totals = [prod(size) for size in sizes]

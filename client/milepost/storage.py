@@ -373,8 +373,8 @@ class Root:
         """Write `image` as the new file `path` and sync it; on any failure no such file remains.
 
         Direct I/O where the file system, the memory's alignment and the length (whole pages) allow,
-        else buffered; the page cache does not keep it. The directory is not synced: `sync_save`
-        does that. The GIL is free while blocks are written.
+        else buffered; the page cache does not keep it. The directory is not synced: the
+        `write_file` that follows does that. The GIL is free while blocks are written.
 
         Args:
             on_block: called with the number of bytes after each block; what it raises ends the
@@ -405,12 +405,6 @@ class Root:
                     raise
             finally:
                 os.close(folder)
-
-    def sync_save(self, save: SaveRef) -> None:
-        """Make the names in the save's directory durable."""
-        path = self.save_dir(save)
-        with _reported("sync", path):
-            _sync_directory(path)
 
     def publish(self, save: SaveRef) -> Path:
         """Turn the save into a checkpoint by one rename, durably, and return its directory.

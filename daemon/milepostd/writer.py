@@ -157,8 +157,9 @@ def write_rank(
     """Write what a rank staged into the save's directory, and return what the manifest has to know
     of it.
 
-    The file is synced when this returns, its name is not (`Root.sync_save`). Each call makes a new
-    file; what an earlier, broken call left stays beside it until the save is published or given up.
+    The file is synced when this returns, its name with the fragment (`write_fragment`). Each call
+    makes a new file; what an earlier, broken call left stays beside it until the save is published
+    or given up.
 
     Args:
         on_bytes: called from this thread with the number of bytes after each block; what it raises

@@ -30,7 +30,6 @@ for count, overwrite in ((1, False), (2, True)):
     root.write_image(directory / "__0_0.distcp", memoryview(mmap.mmap(-1, 40 << 20)))
     root.write_image(directory / "__1_0.distcp", memoryview(mmap.mmap(-1, 5000))[1:])
     root.write_file(directory / (FRAGMENT_PREFIX + "n"), b"fragment")
-    root.sync_save(save)
     root.write_file(directory / ".milepost", encode(Manifest(save_id=save.save_id, step=1)))
     root.write_file(directory / ".metadata", b"index")
     root.publish(save)
