@@ -276,6 +276,11 @@ def test_a_trainer_that_dies_while_copying_commits_nothing_and_the_next_goes_on(
         assert [[0, 0, 5]] == run_ranks(go_on_after, root, [node])
 
 
+def _kept(ck: Any) -> Any:
+    """What copies share from save to save."""
+    return ck._overlap._kept.get(torch.device("cpu"))
+
+
 def refuse(rank: Rank) -> list[str]:
     from torch.distributed.checkpoint import DefaultSavePlanner
 
@@ -298,12 +303,16 @@ def refuse(rank: Rank) -> list[str]:
             texts.append(str(error))
     del state["model0"]["p3"]
     with Checkpointer(rank.root, staging="overlap", optimizer=optimizer) as ck:
-        try:
-            ck.save(0, state)
-        except UsageError as error:
-            texts.append(str(error))
+        for call in (ck.prepare, lambda state: ck.save(0, state)):
+            try:
+                call(state)
+            except UsageError as error:
+                texts.append(str(error))
         state["model0"]["p3"] = parameters[3]
-        texts.append(str(ck.save(0, state).wait(60).step))
+        ck.prepare(state)
+        made = _kept(ck)
+        step = ck.save(0, state).wait(60).step
+        texts.append(f"{step} {'anew' if made is None or made is not _kept(ck) else 'prepared'}")
     with Checkpointer(rank.root) as ck:
         ck.guard()
     return texts
@@ -312,9 +321,10 @@ def refuse(rank: Rank) -> list[str]:
 def test_what_cannot_be_guarded_is_refused_by_name(folder: Path) -> None:
     root = folder / "checkpoints"
     with nodes(folder, 1, root) as (node,):
-        ((without, planner, blocking, missing, step),) = run_ranks(refuse, root, [node])
+        ((without, planner, blocking, unprepared, missing, step),) = run_ranks(refuse, root, [node])
     assert "staging='overlap' without optimizer=" in without
     assert "staging='overlap' with a Planner" in planner
     assert "no effect with staging='blocking'" in blocking
     assert "parameter 3 of Lockstep, of shape (64, 4096), is not in the state" in missing
-    assert step == "0"
+    assert unprepared == missing
+    assert step == "0 prepared"
