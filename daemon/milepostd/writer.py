@@ -11,80 +11,22 @@ from __future__ import annotations
 
 import errno
 import os
-import struct
 import threading
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Final
 from weakref import WeakKeyDictionary
 
 from isal import isal_zlib
 
 from milepost.arena import Arena, SlotRecord
-from milepost.errors import Rejected, StorageError
-from milepost.format.layout import PAGE_BYTES, align, unpack_table
+from milepost.errors import StorageError
+from milepost.format.layout import PAGE_BYTES, align
 from milepost.format.manifest import FRAGMENT_PREFIX, Fragment, FragmentFile, encode
 from milepost.protocol import SaveRef
 from milepost.storage import Root, check_name
+from milepostd.sealing import Containers, Sealing, invalid
 from milepostd.throttle import Pace
-
-_CRC: Final = struct.Struct("<I")
-
-
-SMALL_BYTES: Final = 8 << 10
-"""Payloads up to this size are read once more for the CRC of their container, which is faster than
-to combine CRCs."""
-
-
-class _Containers:
-    """The tensors' containers in the images of one arena: what is the same in every save.
-
-    Raises Rejected("arena-invalid") for a table that has a checksum stand outside its container: it
-    must never be put where it does not belong.
-    """
-
-    def __init__(self, arena: Arena) -> None:
-        try:
-            self._rows = unpack_table(arena.table)
-        except ValueError as error:
-            raise _invalid(arena, str(error)) from error
-        self._heads: list[int] = []
-        """CRC of what stands before each payload, once it is known."""
-        self.end = 0
-        """Where the last one ends."""
-        for _, blob, blob_bytes, payload, payload_bytes, crc, central_crc in self._rows:
-            payload_end, end = payload + payload_bytes, blob + blob_bytes
-            if not (
-                blob <= payload
-                and payload_end <= crc
-                # An empty payload has one checksum field only, and both offsets name it.
-                and (crc + _CRC.size <= central_crc or crc == central_crc)
-                and central_crc + _CRC.size <= end
-            ):
-                raise _invalid(arena, f"layout names bytes outside the container at {blob}")
-            self.end = max(self.end, end)
-
-    def seal(self, image: memoryview) -> tuple[int, ...]:
-        """Put each payload's CRC into its container; return the CRCs of the whole containers."""
-        crc32, combine, put = isal_zlib.crc32, isal_zlib.crc32_combine, _CRC.pack_into
-        heads = self._heads or [
-            crc32(image[blob:payload]) for _, blob, _, payload, _, _, _ in self._rows
-        ]
-        crcs = []
-        for (_, blob, blob_bytes, payload, payload_bytes, crc_at, central_crc_at), head in zip(
-            self._rows, heads, strict=True
-        ):
-            payload_end, end = payload + payload_bytes, blob + blob_bytes
-            crc = crc32(image[payload:payload_end])
-            put(image, crc_at, crc)
-            put(image, central_crc_at, crc)
-            if payload_bytes <= SMALL_BYTES:
-                crcs.append(crc32(image[payload:end], head))
-            else:
-                crcs.append(crc32(image[payload_end:end], combine(head, crc, payload_bytes)))
-        self._heads = heads
-        return tuple(crcs)
 
 
 class OpenArenas:
@@ -98,7 +40,7 @@ class OpenArenas:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[str, tuple[tuple[int, int], Arena]] = {}
-        self._containers: WeakKeyDictionary[Arena, _Containers] = WeakKeyDictionary()
+        self._containers: WeakKeyDictionary[Arena, Containers] = WeakKeyDictionary()
 
     def get(self, path: str) -> Arena:
         """Return the arena at `path`; do not close it. Raises Rejected("arena-invalid")."""
@@ -111,12 +53,12 @@ class OpenArenas:
                 self._open[path] = (identity, Arena.open(Path(path)))
             return self._open[path][1]
 
-    def containers(self, arena: Arena) -> _Containers:
+    def containers(self, arena: Arena) -> Containers:
         """Return what its images hold. Raises Rejected("arena-invalid")."""
         with self._lock:
             found = self._containers.get(arena)
             if found is None:
-                found = self._containers[arena] = _Containers(arena)
+                found = self._containers[arena] = Containers(arena)
             return found
 
     def forget(self, path: str) -> None:
@@ -178,7 +120,7 @@ def write_rank(
     pace.check()
     arena = Arena.open(Path(arena_path)) if arenas is None else arenas.get(arena_path)
     try:
-        containers = _Containers(arena) if arenas is None else arenas.containers(arena)
+        containers = Containers(arena) if arenas is None else arenas.containers(arena)
         return _write(root, save, arena, containers, slot, layout_id, on_bytes, pace)
     finally:
         if arenas is None:
@@ -189,26 +131,25 @@ def _write(
     root: Root,
     save: SaveRef,
     arena: Arena,
-    containers: _Containers,
+    containers: Containers,
     slot: int,
     layout_id: str,
     on_bytes: Callable[[int], None],
     pace: Pace,
 ) -> FragmentFile:
     if not 0 <= slot < len(arena.slots):
-        raise _invalid(arena, f"no slot {slot}")
+        raise invalid(arena, f"no slot {slot}")
     staged = arena.slots[slot]
     record = staged.record()
     _check(arena, record, save, layout_id)
     if containers.end > record.image_bytes:
-        raise _invalid(arena, f"layout names bytes outside the {record.image_bytes} staged")
+        raise invalid(arena, f"layout names bytes outside the {record.image_bytes} staged")
     if not record.image_bytes:
         return FragmentFile(
             rank=record.rank, layout_id=layout_id, file="", file_bytes=0, crcs=(), objects=()
         )
     file_bytes = align(record.image_bytes, PAGE_BYTES)
     with staged.image[:file_bytes] as image:
-        crcs = containers.seal(image)
         objects = tuple(
             (item, offset, length, isal_zlib.crc32(image[offset : offset + length]))
             for item, offset, length in record.objects
@@ -217,9 +158,18 @@ def _write(
         image[record.image_bytes :] = bytes(file_bytes - record.image_bytes)
         root.check_shared(save.job)
         directory = root.open_save(save)
-        name = _write_new(root, directory, record.rank, image, on_bytes, pace)
+        with Sealing(containers, image) as sealing:
+
+            def before_block(count: int, left: int) -> None:
+                pace.await_turn(count, left)
+                sealing.await_sealed(file_bytes - left + count)
+
+            name = _write_new(
+                root, directory, record.rank, image, on_bytes, before_block, pace.block_bytes
+            )
+            crcs = sealing.crcs()
     if staged.record() != record:
-        raise _invalid(arena, f"slot {slot} was staged anew while it was written")
+        raise invalid(arena, f"slot {slot} was staged anew while it was written")
     return FragmentFile(
         rank=record.rank,
         layout_id=layout_id,
@@ -246,13 +196,13 @@ def write_fragment(root: Root, save: SaveRef, node_id: str, files: Sequence[Frag
 def _check(arena: Arena, record: SlotRecord, save: SaveRef, layout_id: str) -> None:
     found = (record.job, record.save_id, record.step, record.name, record.layout_id)
     if found != (save.job, save.save_id, save.step, save.name, layout_id):
-        raise _invalid(
+        raise invalid(
             arena,
             f"holds save {record.save_id} of step {record.step} under layout {record.layout_id},"
             f" not save {save.save_id} of step {save.step} under {layout_id}",
         )
     if arena.layout_id != layout_id:
-        raise _invalid(arena, f"was made for layout {arena.layout_id}, not {layout_id}")
+        raise invalid(arena, f"was made for layout {arena.layout_id}, not {layout_id}")
 
 
 def _write_new(
@@ -261,7 +211,8 @@ def _write_new(
     rank: int,
     image: memoryview,
     on_bytes: Callable[[int], None],
-    pace: Pace,
+    before_block: Callable[[int, int], None],
+    block_bytes: int,
 ) -> str:
     """Write the image under the rank's first name that is not taken, and return the name.
 
@@ -275,8 +226,8 @@ def _write_new(
                 directory / name,
                 image,
                 on_block=on_bytes,
-                before_block=pace.await_turn,
-                block_bytes=pace.block_bytes,
+                before_block=before_block,
+                block_bytes=block_bytes,
             )
         except StorageError as error:
             if error.errno != errno.EEXIST:
@@ -284,7 +235,3 @@ def _write_new(
         else:
             return name
     raise AssertionError("numbers do not end")
-
-
-def _invalid(arena: Arena, what: str) -> Rejected:
-    return Rejected("arena-invalid", f"arena {arena.path}: {what}")
