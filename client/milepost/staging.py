@@ -13,7 +13,6 @@ Sources: torch/serialization.py (2.13), cudaHostRegister in the CUDA runtime's m
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -205,13 +204,30 @@ def _targets(image: memoryview, tensors: _Tensors) -> list[torch.Tensor | None]:
     return views(base, tensors.dtypes, tensors.sizes, tensors.payloads_at)
 
 
-@dataclass(eq=False)
-class _Pairs:
+class _Pairs(NamedTuple):
     """Tensors of one device and where they go, by position in the layout."""
 
-    positions: list[int] = field(default_factory=list)
-    into: list[torch.Tensor] = field(default_factory=list)
-    out_of: list[torch.Tensor] = field(default_factory=list)
+    positions: list[int]
+    into: list[torch.Tensor]
+    out_of: list[torch.Tensor]
+
+
+def _by_device(
+    items: Items, chosen: Sequence[int], positions: list[int]
+) -> dict[torch.device, list[int]]:
+    """Divide positions of a layout by where their tensors are, host memory last."""
+    devices, host = items.devices, torch.device("cpu")
+    if not positions or set(devices) <= {"cpu", ""}:
+        return {host: positions} if positions else {}
+    found: dict[torch.device, list[int]] = {}
+    on_host = []
+    for position in positions:
+        item = chosen[position]
+        if devices[item] == "cpu":
+            on_host.append(position)
+        else:
+            found.setdefault(items.sources[item].device, []).append(position)
+    return {**found, host: on_host} if on_host else found
 
 
 @dataclass(eq=False)
@@ -431,25 +447,23 @@ class Stager:
         assert current is not None
         assert current.arena.slots[slot.index] is slot, "the slot is of another arena"
         targets, chosen = current.targets[slot.index], current.layout.tensors.items
-        host, by_device = _Pairs(), defaultdict[torch.device, _Pairs](_Pairs)
-        devices, sources = items.devices, items.sources
-        for position in positions:
-            target = targets[position]
-            if target is not None:
-                item = chosen[position]
-                pairs = host if devices[item] == "cpu" else by_device[sources[item].device]
-                pairs.positions.append(position)
-                pairs.into.append(target)
-                pairs.out_of.append(sources[item])
-        if host.into and "cpu" in self._gathered_on:
-            by_device[torch.device("cpu")], host = host, _Pairs()
+        filled = [position for position in positions if targets[position] is not None]
+        by_device = _by_device(items, chosen, filled)
         with torch.no_grad():
-            # The device's work is only given here, and goes on beside the copies of host memory.
-            for device, pairs in by_device.items():
+            # The device's work is only given here, and goes on beside the copies of host memory,
+            # which come last.
+            for device, found in by_device.items():
+                # In columns: there may be 10,000, and the trainer waits.
+                pairs = _Pairs(
+                    found,
+                    [target for position in found if (target := targets[position]) is not None],
+                    [items.sources[chosen[position]] for position in found],
+                )
+                if device.type == "cpu" and "cpu" not in self._gathered_on:
+                    torch._foreach_copy_(pairs.into, pairs.out_of)
+                    continue
                 for into, out_of in self._few_copies(current, slot, device, pairs):
                     torch._foreach_copy_(into, out_of, non_blocking=True)
-            if host.into:
-                torch._foreach_copy_(host.into, host.out_of)
             for device in by_device:
                 if device.type != "cpu":
                     torch.accelerator.current_stream(device).synchronize()
