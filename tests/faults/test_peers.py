@@ -29,32 +29,36 @@ from tests.integration.cluster import await_answer, nodes, start_node
 MANY = 20
 
 
-@pytest.mark.parametrize(
-    ("advertised", "kind"),
-    [("tcp://no-such-host.invalid:0", "unresolvable"), ("tcp://127.0.0.1:9", "unreachable")],
-)
-def test_a_peer_whose_address_leads_nowhere_is_named_with_it_and_the_save_ends_for_all(
-    folder: Path, shm: Path, advertised: str, kind: str
+NOWHERE = ["tcp://no-such-host.invalid:0", "tcp://127.0.0.1:9"]
+"""Cannot be resolved; answered by nobody."""
+
+
+def test_peers_whose_addresses_lead_nowhere_are_named_with_them_and_the_save_ends_for_all(
+    folder: Path, shm: Path
 ) -> None:
     root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
     flags = ["--log-format", "json"]
-    lost = [*flags, "--advertise", advertised]
-    started = [start_node(folder / "n0", root, flags, **places),
-               start_node(folder / "n1", root, lost, **places)]  # fmt: skip
+    started = [start_node(folder / "n0", root, flags, **places)]
+    started += [
+        start_node(folder / f"n{number}", root, [*flags, "--advertise", address], **places)
+        for number, address in enumerate(NOWHERE, 1)
+    ]
     try:
         with abandoning():
             for node in started:
                 await_answer(node)
-            away = started[1].status()["node"]
+            away = [node.status()["node"] for node in started[1:]]
             crew = Crew(root, started, environment=places, deadline_s=SHORT_S)
             told = crew.all("save", step=1)
-            assert ["failed"] * 2 == [each["phase"] for each in told]
-            assert all(away["node_id"] in each["message"] for each in told)
+            assert ["failed"] * 3 == [each["phase"] for each in told]
+            assert all(node["node_id"] in told[0]["message"] for node in away)
+            for node, each in zip(away, told[1:], strict=True):
+                assert node["node_id"] in each["message"]
             lines = [line for line in log_lines(started[0]) if line["event"] == "peer.unreached"]
-            assert [(away["node_id"], away["peer_address"])] == [
+            assert {(node["node_id"], node["peer_address"]) for node in away} == {
                 (line["peer"], line["address"]) for line in lines
-            ]
-            assert lines[0]["cause"], kind
+            }
+            assert all(line["cause"] for line in lines)
             assert [] == check_root(root)
     finally:
         # What one of them still waits for, of a peer that never hears it, is not this test's.
