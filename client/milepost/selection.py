@@ -174,7 +174,8 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _state(optimizer: Optimizer) -> list[Any]:
     state: list[Any] = []
-    for entry in optimizer.state.values():
+    # A list at once: while prepare() looks in the background, the first step may add to it.
+    for entry in list(optimizer.state.values()):
         state += entry.values() if type(entry) is dict else (entry,)
     return state
 
