@@ -409,6 +409,14 @@ class Arena:
             self._view.release()
             self._map.close()
 
+    def free(self) -> None:
+        """Give the images' memory back at once, although others may still map the file: what they
+        read is zeros. Only for an arena all of whose slots are free.
+        """
+        # Without it the daemon's mapping would hold the memory until it opens the next arena.
+        with suppress(OSError):
+            self._map.madvise(mmap.MADV_REMOVE)
+
     def unlink(self) -> None:
         """Remove the file; mappings stay valid. Missing is fine."""
         self.path.unlink(missing_ok=True)

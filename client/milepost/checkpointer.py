@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import torch
 
 from milepost.advice import note_made, tell_unprepared
-from milepost.claims import Ownership, find_other, reading
+from milepost.claims import Ownership, check_ours, find_other, reading
 from milepost.collector import collector_paused
 from milepost.connection import error_of, fetch_status
 from milepost.content import Content, ContentReader
@@ -579,15 +579,8 @@ class Checkpointer:
         if self.rank != 0:
             return
         self._claim_root()
-        if self._overwrite:
-            return
-        path = self.root / name
-        if path.exists() and not (path / ".milepost").exists():
-            raise UsageError(
-                "already-committed",
-                f"{path} exists and was not written by milepost",
-                "save under another name, or make the Checkpointer with overwrite=True",
-            )
+        if not self._overwrite:
+            check_ours(self.root / name)
 
     def _take_turn(self, ref: SaveRef, save: Save) -> bool:
         """Wait until fewer saves than slots are under way, or skip; False: this save has ended."""
@@ -631,7 +624,7 @@ class Checkpointer:
             if objects is None:
                 return
         else:
-            self._stager.lay_out(items, plan.assigned, plan.layout_id, objects=objects)
+            self._lay_out(save, items, plan, objects)
         if save.done():
             return
         slot, planned_s = self._free_slot_of_layout(), time.monotonic()
@@ -747,12 +740,37 @@ class Checkpointer:
         for warning in ready.warnings if self.rank == 0 else ():
             log.warning("%s", error_of(warning, MilepostError))
         plan = _Plan(ready.layout_id, tuple(unpack_assigned(ready.assigned, len(content.items))))
-        self._stager.lay_out(content.items, plan.assigned, plan.layout_id, objects=objects)
+        self._lay_out(save, content.items, plan, objects)
         with self._changed:
             self._plans[content.structure] = plan
             while len(self._plans) > LAYOUTS_MAX:
                 del self._plans[next(iter(self._plans))]
         return objects
+
+    def _lay_out(
+        self, save: Save, items: Items, plan: _Plan, objects: dict[int, bytes] | None
+    ) -> None:
+        """Put a layout in force; return without it if the save ended meanwhile.
+
+        Images of another structure that are still being written may be all that is in the way: then
+        it waits for these, unless the user would rather skip. Raises Rejected("shm-too-small").
+        """
+        for is_last in (False, True):
+            try:
+                self._stager.lay_out(items, plan.assigned, plan.layout_id, objects=objects)
+                return
+            except Rejected as error:
+                with self._changed:
+                    if is_last or self._on_busy == "skip" or not self._held:
+                        raise
+                    wait_telling(
+                        self._changed,
+                        lambda: not self._held or save.done(),
+                        self._deadline_s,
+                        f"{self} waits until earlier images have been written: {error.message}",
+                    )
+                if save.done():
+                    return
 
     def _give_up(self, ref: SaveRef, error: MilepostError) -> None:
         """This rank cannot complete the save: it ends here and, by the daemon's word,

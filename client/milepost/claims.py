@@ -22,7 +22,8 @@ import msgpack
 import msgspec
 import psutil
 
-from milepost.errors import Rejected
+from milepost.errors import Rejected, UsageError
+from milepost.format.manifest import MANIFEST_NAME
 from milepost.protocol import Keep
 from milepost.retention import doomed
 from milepost.storage import CheckpointEntry, Root
@@ -178,6 +179,16 @@ def being_read(root: Root) -> frozenset[str]:
             else:
                 found.add(match[1])
     return frozenset(found)
+
+
+def check_ours(path: Path) -> None:
+    """Raise UsageError("already-committed") for a directory that milepost did not write."""
+    if path.exists() and not (path / MANIFEST_NAME).exists():
+        raise UsageError(
+            "already-committed",
+            f"{path} exists and was not written by milepost",
+            "save under another name, or make the Checkpointer with overwrite=True",
+        )
 
 
 def removable(root: Root, entries: Sequence[CheckpointEntry], keep: Keep) -> list[str]:

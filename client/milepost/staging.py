@@ -244,13 +244,19 @@ class _Generation:
     """Address of the pinned range; 0: none."""
     is_faulted_in: bool = False
 
-    def close(self, pinner: Pinner) -> None:
-        """Unpin, then unmap. The views go first: each holds the mapping's buffer."""
+    def close(self, pinner: Pinner, *, unlink: bool) -> None:
+        """Unpin, then unmap and perhaps remove. The views go first: each holds the mapping's
+        buffer.
+        """
         if self.pinned_at:
             pinner.unregister(self.pinned_at)
             self.pinned_at = 0
         self.targets.clear()
+        if unlink and _is_free(self):
+            self.arena.free()
         self.arena.close()
+        if unlink:
+            self.arena.unlink()
 
 
 def _is_free(generation: _Generation) -> bool:
@@ -511,9 +517,7 @@ class Stager:
         trainer that restarts from memory.
         """
         for each in self._all():
-            each.close(self._pinner)
-            if unlink:
-                each.arena.unlink()
+            each.close(self._pinner, unlink=unlink)
         self._current = None
         self._retired.clear()
 
@@ -565,8 +569,7 @@ class Stager:
         kept = []
         for each in self._retired:
             if _is_free(each):
-                each.close(self._pinner)
-                each.arena.unlink()
+                each.close(self._pinner, unlink=True)
             else:
                 kept.append(each)
         self._retired = kept

@@ -133,6 +133,35 @@ def memory_runs_short(folder: Path) -> None:
     judge(root, ["latest", "step_1"])
 
 
+def memory_is_busy(folder: Path) -> None:
+    root, memory = folder / "root", folder / "shm"
+    # Both ranks' images of one structure fit, two slots each, and no second structure beside them.
+    mount("size=12m", memory)
+    places = {"MILEPOST_SHM_DIR": str(memory)}
+    held = ["before-publish:sleep:2@2"]
+    with members(folder, root, [held, []], **places) as daemons:
+        crew = Crew(root, [member.node for member in daemons], environment=places)
+        assert ["committed"] * 2 == [
+            told["phase"] for told in crew.all("save", step=1, values=300_000)
+        ]
+        crew.all("begin", step=2, values=300_000)
+        told = crew.all("save", step=3, values=310_000)
+        assert [("committed", "")] * 2 == [(each["phase"], each["message"]) for each in told]
+        assert ["committed"] * 2 == [each["phase"] for each in crew.all("finish", step=2)]
+        assert [Fired("before-publish", "sleep", 2)] == fired(daemons[0].node)
+        crew.dismiss()
+    assert [] == os.listdir(memory)
+    assert ["step_1", "step_2", "step_3"] == check_root(root)
+
+
+@needs_mounts
+@pytest.mark.root
+def test_memory_that_earlier_images_still_fill_is_waited_for_when_the_structure_changes(
+    folder: Path,
+) -> None:
+    in_namespace("memory_is_busy", folder)
+
+
 @needs_mounts
 @pytest.mark.root
 def test_shared_memory_that_is_too_small_for_a_grown_state_ends_that_save_only(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -304,6 +305,29 @@ def test_growing_objects_get_a_larger_arena_and_the_old_one_goes(
     first.slot.release()
     assert len(one.free_slots()) == 1
     assert [second.arena] == list(tmp_path.iterdir())
+
+
+def test_the_memory_of_an_arena_that_is_no_longer_needed_is_free_though_the_daemon_maps_it(
+    stager: MakeStager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where arenas lie in earnest: other file systems need not give single pages back.
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        monkeypatch.setenv("MILEPOST_SHM_DIR", memory)
+        one = stager()
+        first = saved(one, {"a": torch.ones(1 << 20)}, "first")
+        daemon = Arena.open(first.arena)
+        with first.arena.open("rb") as file:
+            saved(one, {"a": torch.ones(1 << 19)}, "second").slot.release()
+            # Its slot is in use: what the daemon has to write is there.
+            assert os.fstat(file.fileno()).st_blocks * 512 > 2 << 22
+            assert bytes(daemon.slots[first.slot.index].image) == bytes(first.slot.image)
+            first.slot.release()
+            one.free_slots()
+            assert os.fstat(file.fileno()).st_blocks == 0
+        with pytest.raises(Rejected):
+            daemon.slots[first.slot.index].record()
+        daemon.close()
+        one.close()
 
 
 def test_what_a_longer_image_left_behind_is_not_written_out(stager: MakeStager) -> None:
