@@ -437,6 +437,15 @@ def test_a_rank_whose_last_word_was_not_heard_is_heard_by_what_its_memory_holds(
     assert RemoveArenas(paths=("/arenas/r1",)) in world.done(RemoveArenas)
 
 
+def test_the_memory_of_a_rank_that_was_lost_before_it_staged_anything_is_freed() -> None:
+    world = World((1,))
+    session = world.session_of[0]
+    lost = SessionLost(session=session, reason="its process has ended", arenas=("/arenas/r0-g0",))
+    world.post("A", lost)
+    world.run()
+    assert [RemoveArenas(paths=("/arenas/r0-g0",))] == world.done(RemoveArenas)
+
+
 def test_a_skip_on_one_rank_ends_the_save_as_skipped_on_all() -> None:
     world = World((1, 1))
     world.stage(SAVE, 0)

@@ -565,6 +565,7 @@ class Node:
         for staged in event.staged:
             if staged.save.job == job.job and save_order(staged.save)[0] == job.attempt:
                 commands += self._take_word(job, rank, staged, now_ns)
+        seat.arenas |= set(event.arenas)
         seat.is_lost = True
         seat.reason = event.reason
         commands += [
