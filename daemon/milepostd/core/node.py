@@ -913,7 +913,7 @@ class Node:
         """Nothing is pending: no save in flight, no writer at work, no housekeeping."""
         return (
             not self.housekeeping
-            and not any(role.is_pending for role in self.participations.values())
+            and not any(role.is_pending or role.is_shown for role in self.participations.values())
             and all(role.is_concluded for role in self.coordinations.values())
             and not self._has_recalls
         )
