@@ -27,7 +27,7 @@ from tests.faults.fleet import (
 )
 from tests.integration.cluster import await_answer
 
-RESOLVE_S: Final = 5.0
+RESOLVE_S: Final = 4.0
 """How long beyond the deadline a node waits for a coordinator that says nothing. 15 s outside of
 this module: what is told is that it holds, and after the coordinator's own limit."""
 
