@@ -18,7 +18,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -524,18 +524,20 @@ class Runtime:
         self._spawn(self._tell_lost(session.number, reason))
 
     async def _tell_lost(self, number: int, reason: str) -> None:
-        """Tell the core, with what the trainer had staged and may not have said."""
+        """Tell the core, with the trainer's arenas and what it had staged and may not have said."""
         place = self.node.sessions.get(number)
         staged: list[tuple[int, Staged]] = []
+        arenas: tuple[tuple[int, str], ...] = ()
         if place is not None:
+            whose = (place.job.job, place.job.attempt, [place.rank])
             try:
-                staged = await self._in_files(
-                    partial(find_staged, place.job.job, place.job.attempt, [place.rank])
-                )
+                arenas = await self._in_files(partial(_arenas_of, *whose))
+                staged = await self._in_files(partial(find_staged, *whose))
             except OSError as error:
                 emit("warning", "arena.unreadable", cause=str(error))
         words = tuple(word for _, word in staged)
-        self._post(SessionLost(session=number, reason=reason, staged=words))
+        paths = tuple(path for _, path in arenas)
+        self._post(SessionLost(session=number, reason=reason, staged=words, arenas=paths))
 
     async def _peer_said(self, envelope: PeerEnvelope) -> None:
         self.counters.message(type(envelope.message).__name__, "in")
@@ -777,11 +779,7 @@ class Runtime:
                 for rank, index in enumerate(join.node_of_rank)
                 if join.cohort[index].node_id == self.identity.node_id
             ]
-            arenas = tuple(
-                (file.rank, str(file.path))
-                for file in find_arenas(join.job)
-                if file.attempt == join.attempt and file.rank in ranks
-            )
+            arenas = _arenas_of(join.job, join.attempt, ranks)
             staged = tuple(find_staged(join.job, join.attempt, ranks))
             self._post(JobRecalled(message=join, staged=staged, arenas=arenas))
 
@@ -792,6 +790,15 @@ class Runtime:
                 await self._in_files(partial(Path(path).unlink, missing_ok=True))
             except OSError as error:
                 emit("warning", "arena.unremoved", file=path, cause=str(error))
+
+
+def _arenas_of(job: str, attempt: int, ranks: Sequence[int]) -> tuple[tuple[int, str], ...]:
+    """Return rank and path of each arena that these ranks of an attempt have left or hold."""
+    return tuple(
+        (file.rank, str(file.path))
+        for file in find_arenas(job)
+        if file.attempt == attempt and file.rank in ranks
+    )
 
 
 def _series(text: str) -> str:

@@ -34,6 +34,9 @@ SHORT_S: Final = 5.0
 """Deadline where one is to expire. The first save of ranks with this one comes after `warm_up`, so
 that it is over in a fraction of it on a busy machine, too."""
 
+SLACK_S: Final = 4.0
+"""What a busy machine may take beyond a deadline and what is stated to come after it."""
+
 RESTART_S: Final = 0.05
 """How long a killed daemon stays away."""
 
@@ -340,6 +343,8 @@ class Trainer:
         self.rank = rank
         self.ck = Checkpointer(rank.root, **options)
         self.saves: dict[int, Any] = {}
+        self.lasted_s: dict[int, float] = {}
+        """How long each save took from its call to its end, by step."""
         self.own = Fatal()
         self.branch = 0
 
@@ -374,15 +379,22 @@ class Trainer:
 
     def begin(self, step: int, **shape: int) -> float:
         """Start a save; return how long that took."""
+        state = self.state(step, **shape)
         started_s = time.monotonic()
-        self.saves[step] = self.ck.save(step, self.state(step, **shape))
-        return time.monotonic() - started_s
+        save = self.saves[step] = self.ck.save(step, state)
+        stalled_s = time.monotonic() - started_s
+
+        def note(_: Any) -> None:
+            self.lasted_s[step] = time.monotonic() - started_s
+
+        save.add_done_callback(note)
+        return stalled_s
 
     def finish(self, step: int, timeout_s: float = 100.0) -> dict[str, Any]:
-        """Wait for a save's end; return how it was."""
+        """Wait for a save's end; return how it was. One that has not ended can be asked again."""
         from milepost import SaveFailed
 
-        save = self.saves.pop(step)
+        save = self.saves[step]
         started_s = time.monotonic()
         try:
             save.wait(timeout_s)
@@ -392,7 +404,14 @@ class Trainer:
             told = {"code": "test-timeout", "message": str(error)}
         else:
             told = {"code": "", "message": ""}
+        if save.done():
+            del self.saves[step]
         return told | {"phase": save.phase, "waited_s": time.monotonic() - started_s}
+
+    def lasted(self, step: int) -> float:
+        """Return how long a save that has ended took from its call to its end."""
+        cluster.until(lambda: step in self.lasted_s, "its end is noted")
+        return self.lasted_s[step]
 
     def take_branch(self, branch: int) -> None:
         """Save other values from now on."""

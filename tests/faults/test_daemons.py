@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -14,22 +15,26 @@ from typing import Any
 
 import pytest
 
+from milepostd.core.save import VERDICT_GRACE_S
 from tests.faults.fleet import (
     SHORT_S,
+    SLACK_S,
     Crew,
     Fired,
     Member,
+    Trainer,
     abandoning,
     check_root,
     fired,
     judge,
+    log_lines,
     members,
     partials,
     resources,
     until,
     warm_up,
 )
-from tests.integration.cluster import await_answer, start_node
+from tests.integration.cluster import Rank, await_answer, run_ranks, start_node
 
 SILENCE_S = 4.0
 """Four heartbeats: a daemon that is only slow answers one of them."""
@@ -118,31 +123,109 @@ def test_a_save_that_its_daemon_may_still_commit_is_called_unknown_and_never_fai
     assert [] == os.listdir(shm)
 
 
-def test_a_trainer_that_starts_before_its_daemon_waits_for_it(folder: Path, shm: Path) -> None:
-    root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
-    run_dir = folder / "n0"
-    run_dir.mkdir(mode=0o700)
+def save_when_there_is_a_daemon(rank: Rank) -> list[str]:
+    """Save once; return what the log said before that."""
+    import logging
+
+    told: list[str] = []
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+            rank.arguments["told"].touch()
+
+    logging.getLogger("milepost").addHandler(Told())
+    trainer = Trainer(rank, limits={"milepost.session:ANSWER_S": 0.5})
+    before = list(told)
+    assert "committed" == trainer.save(1)["phase"]
+    trainer.close()
+    return before
+
+
+@pytest.mark.parametrize("there", ["nothing", "a stale socket"])
+def test_a_trainer_that_starts_before_its_daemon_says_so_and_waits_for_it(
+    folder: Path, shm: Path, there: str
+) -> None:
+    root, run_dir, told = folder / "root", folder / "n0", folder / "told"
+    places = {"MILEPOST_SHM_DIR": str(shm)}
+    if there == "a stale socket":
+        before = start_node(run_dir, root, **places)
+        await_answer(before)
+        before.process.kill()
+        before.process.wait(5)
+    assert (there == "a stale socket") == (run_dir / "milepostd.sock").exists()
     started: list[Member] = []
 
     def start() -> None:
-        time.sleep(2)
+        until(told.exists, "the trainer has found no daemon")
         started.append(Member(run_dir, root, environment=places))
 
     late = threading.Thread(target=start)
     late.start()
     environment = {**places, "MILEPOST_RUN_DIR": str(run_dir)}
     try:
-        with abandoning():
-            crew = Crew(root, [None], environment=environment)
-            assert ["committed"] == [told["phase"] for told in crew.all("save", step=1)]
-            crew.dismiss()
+        (lines,) = run_ranks(
+            save_when_there_is_a_daemon, root, [None], environment=environment, told=told
+        )
         late.join()
+        assert {f"waiting for the daemon in {run_dir}"} == set(lines)
         assert [0] == [member.end() for member in started]
     finally:
         late.join()
         for member in started:
             member.destroy()
     assert ["step_1"] == check_root(root)
+
+
+def test_trainers_that_die_before_they_have_asked_for_anything_leave_the_daemon_to_the_next_one(
+    folder: Path, shm: Path
+) -> None:
+    root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
+    with members(folder, folder, [[]], **places) as (member,):
+        pid, node = member.pid, member.node
+        warm_up(folder / "before", [node], places)
+        before = resources(pid)["descriptors"]
+
+        def is_alone() -> bool:
+            return not node.status()["sessions"]
+
+        for greeting in (b"", b"\xff\x00\x00"):
+            with socket.socket(socket.AF_UNIX) as line:
+                line.connect(str(node.run_dir / "milepostd.sock"))
+                line.sendall(greeting)
+        for order in ("", "prepare"):
+            # With no order it has said hello, and has not asked for its place.
+            crew = Crew(root, [node], expect_death=[0], environment=places)
+            if order:
+                crew.all(order)
+            asked = [each["pid"] for each in node.status()["sessions"]]
+            assert asked == (crew.pids if order else [])
+            crew.tell(0, "die")
+            crew.dismiss()
+            until(is_alone, "the daemon has noticed its end")
+        until(lambda: not os.listdir(shm), "and has freed what it had")
+        until(lambda: resources(pid)["descriptors"] <= before + 2, "and holds nothing of theirs")
+
+        crew = Crew(root, [node, node], expect_death=[1], environment=places, deadline_s=SHORT_S)
+        crew.tell(1, "die")
+        crew.tell(0, "save", step=1)
+        told = crew.hear(0)
+        assert ("failed", "rank-missing") == (told["phase"], told["code"])
+        assert "waiting for 1 of 2 ranks: 1 to call save" in told["message"]
+        assert told["waited_s"] < SHORT_S + VERDICT_GRACE_S + SLACK_S
+        crew.dismiss()
+        until(is_alone, "both have left")
+
+        crew = Crew(root, [node, node], environment=places)
+        assert ["committed"] * 2 == [told["phase"] for told in crew.all("save", step=2)]
+        crew.dismiss()
+        assert pid == member.pid, "the same daemon through all of it"
+        errors = [line["event"] for line in log_lines(node) if line["level"] == "error"]
+        assert ["save.failed"] == errors
+        until(lambda: not partials(root), "nothing is left over")
+    assert ["step_2"] == check_root(root)
+    assert [] == os.listdir(shm)
+    judge(root, ["latest"])
 
 
 def test_a_second_sigterm_ends_the_daemon_at_once_and_the_next_one_finishes_its_save(

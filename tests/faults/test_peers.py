@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from milepostd.core.save import RESOLVE_GRACE_S
 from tests.faults.fleet import (
     SHORT_S,
+    SLACK_S,
     Crew,
     Fired,
     abandoning,
@@ -54,6 +56,9 @@ def test_peers_whose_addresses_lead_nowhere_are_named_with_them_and_the_save_end
             assert all(node["node_id"] in told[0]["message"] for node in away)
             for node, each in zip(away, told[1:], strict=True):
                 assert node["node_id"] in each["message"]
+            # A node without its layout waits for the coordinator's word, and then for its verdict.
+            bound_s = SHORT_S + 2 * RESOLVE_GRACE_S + SLACK_S
+            assert max(crew.all("lasted", step=1)) < bound_s
             lines = [line for line in log_lines(started[0]) if line["event"] == "peer.unreached"]
             assert {(node["node_id"], node["peer_address"]) for node in away} == {
                 (line["peer"], line["address"]) for line in lines

@@ -6,12 +6,14 @@ see them: a scenario is a function that runs as a process of its own in a mount 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,78 @@ def test_shared_memory_that_is_too_small_for_a_grown_state_ends_that_save_only(
     in_namespace("memory_runs_short", folder)
 
 
+GROUPED = 4_000_000
+"""Numbers of a state of 32 MB: while it is made it takes twice as much, and two slots of it three
+times as much as itself."""
+
+GROUP_BYTES = 80_000_000
+
+
+@contextlib.contextmanager
+def memory_group() -> Iterator[tuple[Path, str, str]]:
+    """Make a control group for memory; give it with the names of its limit and of the greatest use.
+    Skips where none can be made.
+    """
+    mounted = Path("/sys/fs/cgroup")
+    kinds = {
+        mounted / "memory": ("memory.limit_in_bytes", "memory.max_usage_in_bytes"),
+        mounted: ("memory.max", "memory.peak"),
+    }
+    for top, (limit, peak) in kinds.items():
+        group = top / f"milepost-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            if (group / limit).exists():
+                yield group, limit, peak
+                return
+        finally:
+            with contextlib.suppress(OSError):  # A test that fails leaves a process in it.
+                group.rmdir()
+    pytest.skip(f"no control group for memory can be made under {mounted}")
+
+
+@pytest.mark.root
+def test_a_control_group_that_is_too_small_is_told_with_the_numbers_before_a_page_is_taken(
+    folder: Path, shm: Path
+) -> None:
+    root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
+    with memory_group() as (group, limit, peak), members(
+        folder, root, [[], []], **places
+    ) as daemons:  # fmt: skip
+        crew = Crew(root, [member.node for member in daemons], environment=places)
+        assert ["committed"] * 2 == [told["phase"] for told in crew.all("save", step=1)]
+        (group / limit).write_text(str(GROUP_BYTES))
+        (group / "cgroup.procs").write_text(str(crew.pids[1]))
+
+        told = crew.all("save", step=2, values=GROUPED)
+        assert [("failed", "shm-too-small")] * 2 == [(each["phase"], each["code"]) for each in told]
+        assert told[0]["message"] == told[1]["message"]
+        said = re.search(
+            rf"an arena in {shm} wants (6\d{{7}}) bytes, (\d+) bytes of memory are free \(.*rank 1",
+            told[0]["message"],
+        )
+        assert said is not None, told[0]["message"]
+        assert 2 * 8 * GROUPED < int(said[1])
+        # Beside the state, which lies there, not everything is left.
+        assert int(said[2]) < GROUP_BYTES - 8 * GROUPED
+        seen = int((group / peak).read_text())
+        # Of the arena nothing was there: with it the limit would have been met.
+        assert 2 * 8 * GROUPED <= seen < GROUP_BYTES
+        assert [2 * sum(range(20))] * 2 == crew.all("train", rounds=20), "training goes on"
+        assert ["committed"] * 2 == [told["phase"] for told in crew.all("save", step=3)]
+
+        (group / limit).write_text(str(4 * GROUP_BYTES))
+        told = crew.all("save", step=4, values=GROUPED)
+        assert ["committed"] * 2 == [each["phase"] for each in told], "the limit was the reason"
+        crew.dismiss()
+    assert [] == os.listdir(shm)
+    assert ["step_1", "step_3", "step_4"] == check_root(root)
+    judge(root, ["latest"], values=GROUPED)
+
+
 def test_a_file_size_limit_on_one_node_is_told_to_all_and_saves_go_on_when_it_is_raised(
     folder: Path, shm: Path
 ) -> None:
@@ -222,6 +296,75 @@ def test_a_write_that_hangs_ends_its_save_at_the_deadline_and_holds_up_no_other(
         assert ["step_1", "step_3"] == check_root(root)
         assert ["committed"] * 2 == [told["phase"] for told in crew.all("save", step=4)]
         crew.dismiss()
+
+
+SLOW_VALUES = 200_000
+"""Numbers a rank holds: 1.6 MB, of which the first quarter of a second's worth comes at once."""
+
+SLOW_S = 1.2
+"""Less than what writing them takes at 1 MB/s; two saves at once take twice as long."""
+
+
+def test_storage_of_one_megabyte_a_second_delays_training_by_no_more_than_the_policy_says(
+    folder: Path, shm: Path
+) -> None:
+    places = {"MILEPOST_SHM_DIR": str(shm)}
+    slow = {**places, "MILEPOSTD_WRITE_MBPS": "1"}
+    shape = {"values": SLOW_VALUES}
+    # So that what is not published yet is seen with its index.
+    with members(folder, folder, [["after-metadata:sleep:0.5@10"], []], **slow) as daemons:
+        nodes = [member.node for member in daemons]
+        root = folder / "skip"
+        crew = Crew(root, nodes, environment=places, on_busy="skip")
+        crew.all("prepare", **shape)
+        looks: list[set[str]] = []
+        crew.all("begin", step=10, **shape)
+        directory = root / ".partial" / "step_10.1-2"
+        for step in (20, 30, 40):
+            assert [2 * sum(range(20))] * 2 == crew.all("train", rounds=20)
+            stalls = crew.all("begin", step=step, **shape)
+            assert max(stalls) < SLOW_S, "save() does not wait for storage"
+        for step in (30, 40):
+            told = crew.all("finish", step=step)
+            assert [("skipped", "busy")] * 2 == [(each["phase"], each["code"]) for each in told]
+            assert told[0]["message"] == told[1]["message"]
+            assert re.search(
+                r"has all 2 slots in use: step 10 is \w+, step 20 is \w+", told[0]["message"]
+            )
+        assert not (root / "step_10").exists(), "they were skipped while both were under way"
+
+        def is_published() -> bool:
+            with contextlib.suppress(FileNotFoundError):
+                looks.append(set(os.listdir(directory)))
+            return (root / "step_10").exists()
+
+        until(is_published, "it is published")
+        for step in (10, 20):
+            assert ["committed"] * 2 == [told["phase"] for told in crew.all("finish", step=step)]
+        assert [Fired("after-metadata", "sleep", 10)] == fired(nodes[0])
+        # The index comes last: whoever saw it, saw all of the checkpoint, and wrote nothing after.
+        assert any(".metadata" not in look for look in looks)
+        assert any(".metadata" in look for look in looks)
+        written = {entry.name: entry.stat().st_mtime_ns for entry in (root / "step_10").iterdir()}
+        assert {"__0_0.distcp", "__1_0.distcp", ".milepost"} < set(written)
+        assert all(set(written) <= look for look in looks if ".metadata" in look)
+        assert written[".metadata"] == max(written.values())
+        crew.dismiss()
+
+        root = folder / "wait"
+        crew = Crew(root, nodes, environment=places, on_busy="wait")
+        crew.all("prepare", **shape)
+        for step in (50, 60):
+            assert max(crew.all("begin", step=step, **shape)) < SLOW_S
+        crew.all("begin", step=70, **shape)
+        told = crew.all("finish", step=50)
+        assert max(each["waited_s"] for each in told) < SLOW_S, "save() has waited for its end"
+        told += crew.all("finish", step=60) + crew.all("finish", step=70)
+        assert ["committed"] * 6 == [each["phase"] for each in told]
+        crew.dismiss()
+    assert ["step_10", "step_20"] == check_root(folder / "skip")
+    assert ["step_50", "step_60", "step_70"] == check_root(root)
+    judge(root, ["latest", "step_50"], values=SLOW_VALUES)
 
 
 @needs_mounts

@@ -214,6 +214,64 @@ def test_an_index_that_cannot_be_synced_for_a_passing_reason_is_built_again(
     assert f"step_{step}" in check_root(station.yard.root)
 
 
+class Unsynced(NamedTuple):
+    """How the sync of the root that follows the publishing rename fails, and how the save ends.
+
+    A thread that publishes syncs the save's own directory first and then the root; nothing else
+    syncs both. So with both among the paths the second call is that one, and no other.
+    """
+
+    name: str
+    what: str
+    is_once: bool
+    phase: str
+
+
+UNSYNCED: Final = (
+    Unsynced("once", "error=EIO:when=2", True, "committed"),
+    Unsynced("for a passing reason", "error=ETIMEDOUT:when=2", True, "committed"),
+    Unsynced("as long as it is asked", "error=EIO", False, "outcome-unknown"),
+)
+
+
+@pytest.mark.parametrize("number", range(len(UNSYNCED)), ids=[case.name for case in UNSYNCED])
+def test_a_root_that_cannot_be_synced_after_the_rename_is_asked_again_before_a_word_is_said(
+    station: Station, number: int
+) -> None:
+    """The rename has happened, so no rank may hear of a failure; nobody who cannot sync the root
+    may hear of a commit.
+    """
+    case, step, root = UNSYNCED[number], 1000 + 10 * number, station.yard.root
+    directory = station.next_dir(step)
+    with injecting(
+        [station.yard.members[0].pid], "fsync", case.what, log=station.yard.log(f"root-{number}"),
+        paths=[root, directory] if case.is_once else [root],
+        also_traced="/^rename" if case.is_once else "",
+    ) as injection:  # fmt: skip
+        told = station.save(step)
+        calls = injection.calls()
+
+    struck = [at for at, call in enumerate(calls) if "(INJECTED)" in call]
+    assert struck
+    if case.is_once:
+        assert 1 == len(struck)
+        renamed = next(at for at, call in enumerate(calls) if f'"{root}/step_{step}"' in call)
+        assert renamed < struck[0]
+        # By who looks where the save went, and when `latest` has moved.
+        assert 2 <= sum(call.startswith("fsync(") and f"<{root}>" in call
+                        for call in calls[struck[0] + 1 :])  # fmt: skip
+    assert [case.phase] * 2 == [each["phase"] for each in told]
+    assert told[0]["message"] == told[1]["message"]
+    if case.phase == "outcome-unknown":
+        assert f"publish {root}/step_{step}: input/output error" in told[0]["message"]
+    assert [True, True] == [step in each for each in station.crew.all("steps")]
+
+    assert ["committed"] * 2 == [told["phase"] for told in station.save(step + 1)]
+    until(lambda: not partials(root), f"nothing is left over, but there is {partials(root)}")
+    assert {f"step_{step}", f"step_{step + 1}"} <= set(check_root(root))
+    assert f"step_{step + 1}" == os.readlink(root / "latest")
+
+
 def test_stock_torch_finds_in_each_of_these_checkpoints_the_state_of_its_step(
     station: Station,
 ) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from milepostd.core.save import VERDICT_GRACE_S
 from tests.faults.fleet import (
     DEADLINE_S,
     SHORT_S,
+    SLACK_S,
     Crew,
     Fired,
     Member,
@@ -70,6 +72,7 @@ def test_a_save_that_one_rank_did_not_live_to_stage_fails_by_name_and_a_restart_
         else:
             # Where nobody on a node has spoken of the save, the deadline may be what tells.
             assert told["code"] in ("rank-missing", "node-missing")
+            assert told["waited_s"] < deadline_s + VERDICT_GRACE_S + SLACK_S
         crew.dismiss()
         assert ["step_1"] == check_root(root)
         again = Crew(root, nodes, environment=places)

@@ -246,11 +246,17 @@ class Daemon(Life):
     def _tell_lost(self, number: int) -> None:
         place = self.node_core.sessions.get(number)
         staged: tuple[Staged, ...] = ()
+        arenas: tuple[str, ...] = ()
         if place is not None:
-            found = self.machine.find_staged(place.job.job, place.job.attempt, (place.rank,))
-            staged = tuple(word for _, word in found)
+            whose = (place.job.job, place.job.attempt, (place.rank,))
+            staged = tuple(word for _, word in self.machine.find_staged(*whose))
+            arenas = tuple(path for _, path in self.machine.arenas_of(*whose))
         self.links.pop(number, None)
-        self.take(SessionLost(session=number, reason="its process has ended", staged=staged))
+        self.take(
+            SessionLost(
+                session=number, reason="its process has ended", staged=staged, arenas=arenas
+            )
+        )
 
     def cause_of(self, error: Exception, rank: int = -1) -> Cause:
         if isinstance(error, MilepostError):
@@ -493,11 +499,7 @@ class Machine:
                 for rank, index in enumerate(join.node_of_rank)
                 if join.cohort[index].node_id == self.ref.node_id
             ]
-            arenas = tuple(
-                (arena.rank, arena.path)
-                for arena in self.arenas.values()
-                if (arena.job, arena.attempt) == (join.job, join.attempt) and arena.rank in ranks
-            )
+            arenas = self.arenas_of(join.job, join.attempt, ranks)
             staged = tuple(self.find_staged(join.job, join.attempt, ranks))
             daemon.take(JobRecalled(message=join, staged=staged, arenas=arenas))
 
@@ -518,6 +520,16 @@ class Machine:
         """Tell the daemon to drain, as its supervisor does."""
         if self.daemon is not None:
             self.world.after(0, self.daemon, self.daemon.take, StopRequested())
+
+    def arenas_of(
+        self, job: str, attempt: int, ranks: tuple[int, ...] | list[int]
+    ) -> tuple[tuple[int, str], ...]:
+        """Return rank and path of each arena of these ranks."""
+        return tuple(
+            (arena.rank, arena.path)
+            for arena in self.arenas.values()
+            if (arena.job, arena.attempt) == (job, attempt) and arena.rank in ranks
+        )
 
     def find_staged(
         self, job: str, attempt: int, ranks: tuple[int, ...] | list[int]

@@ -90,11 +90,14 @@ class SessionLost(Event, frozen=True):
     """The trainer's process is gone, or its session was closed for a fault.
 
     `staged` is what its arenas hold completely: it may have died between staging and saying so.
+    `arenas` are the paths of all of them: of one that it has not staged into yet it has said
+    nothing.
     """
 
     session: int
     reason: str
     staged: tuple[Staged, ...] = ()
+    arenas: tuple[str, ...] = ()
 
 
 class PeerSaid(Event, frozen=True):

@@ -565,6 +565,7 @@ class Node:
         for staged in event.staged:
             if staged.save.job == job.job and save_order(staged.save)[0] == job.attempt:
                 commands += self._take_word(job, rank, staged, now_ns)
+        seat.arenas |= set(event.arenas)
         seat.is_lost = True
         seat.reason = event.reason
         commands += [
@@ -912,7 +913,7 @@ class Node:
         """Nothing is pending: no save in flight, no writer at work, no housekeeping."""
         return (
             not self.housekeeping
-            and not any(role.is_pending for role in self.participations.values())
+            and not any(role.is_pending or role.is_shown for role in self.participations.values())
             and all(role.is_concluded for role in self.coordinations.values())
             and not self._has_recalls
         )

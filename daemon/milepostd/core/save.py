@@ -153,6 +153,8 @@ class Participation(_Role):
         """Whether an earlier life of this daemon took part, and may have been prepared."""
         self.is_asking = False
         """Whether a GiveUp of this role is under way."""
+        self.is_shown = False
+        """Whether what was given up still lies there for others, whom nobody has told."""
         self.is_discarding = False
         self.bytes_total = 0
         self.bytes_written = 0
@@ -379,7 +381,10 @@ class Participation(_Role):
         return self._tell(now_ns) + self._ask_directory()
 
     def overdue(self, now_ns: int) -> list[Command]:
-        """The deadline has passed on this node."""
+        """The deadline has passed on this node, or a grace after it."""
+        if self.is_shown:
+            self.is_shown = False
+            return self._discard_when_quiet()
         if self.phase in (Phase.GATHERING, Phase.PLANNING, Phase.WRITING, Phase.SEALING):
             verdict_at_ns = self.deadline_at_ns() + int(RESOLVE_GRACE_S * SECOND_NS)
             missing = self._silent_ranks()
@@ -403,7 +408,7 @@ class Participation(_Role):
             # Never prepared, so the coordinator cannot have published: this is certain without its
             # word.
             assert self.failure is not None
-            return self._conclude_failed(self.failure, now_ns)
+            return self._conclude_alone(self.failure, now_ns)
         if self.phase is Phase.PREPARED:
             if now_ns < self.deadline_at_ns() + int(RESOLVE_GRACE_S * SECOND_NS):
                 # The coordinator has the same deadline and decides for all; give it the first word.
@@ -437,25 +442,27 @@ class Participation(_Role):
         """The shared directory has told how the save ended."""
         self.is_asking = False
         if event.outcome == "aborted" and self.move(Trigger.OUTCOME_FOUND):
-            if self.failure is not None:
-                return self._conclude_failed(self.failure, now_ns)
             cause = Cause(
                 "node-missing", f"{self._no_verdict()}; the save was given up", "", self.node_id
             )
-            return self._conclude("failed", now_ns, cause=cause)
+            return self._conclude_alone(self.failure or Fail(save=self.save, cause=cause), now_ns)
         if event.outcome == "committed" and self.move(Trigger.OUTCOME_FOUND):
             return self._conclude("committed", now_ns, path=event.path)
         # Neither name shows, which is no outcome: the next resend looks again.
         return []
 
-    def _conclude_failed(self, failure: Fail, now_ns: int) -> list[Command]:
-        """End as this node has said itself."""
-        return self._conclude(
-            "skipped" if failure.skip else "failed",
-            now_ns,
-            cause=failure.cause,
-            layout_valid=failure.cause.code not in PLAN_VOIDING,
-        )
+    def _conclude_alone(self, failure: Fail, now_ns: int) -> list[Command]:
+        """End without the coordinator's word; what is given up stays a grace for others to find."""
+        self.is_shown = True
+        return [
+            *self._conclude(
+                "skipped" if failure.skip else "failed",
+                now_ns,
+                cause=failure.cause,
+                layout_valid=failure.cause.code not in PLAN_VOIDING,
+            ),
+            self.set_timer("deadline", now_ns + int(RESOLVE_GRACE_S * SECOND_NS)),
+        ]
 
     def _no_verdict(self) -> str:
         return (
@@ -529,6 +536,7 @@ class Participation(_Role):
         if (
             not self.is_concluded
             or self.is_discarding
+            or self.is_shown
             or self.is_writing
             or self.outcome in ("committed", "outcome-unknown", "planned")
         ):
