@@ -2,8 +2,8 @@
 
 Owns the order of a save on the trainer: collect the items, see whether the structure is known, get
 a layout if not, take a free slot, copy, tell the daemon. Everything after that happens elsewhere;
-what the daemon says arrives on the connection's thread and ends the handles. No collective is ever
-called, and no process group is made.
+what the daemon says arrives on the connection's thread and ends the handles. No save calls a
+collective, and no process group is made; `load()` calls torch's, on the group it was given.
 
 Threads: public methods may be called from any thread, and take turns; handles are safe anywhere.
 """
