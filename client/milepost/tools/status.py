@@ -87,7 +87,9 @@ def _fetch_url(url: str, token: str, timeout_s: float) -> dict[str, Any]:
 
 def render(status: dict[str, Any]) -> RenderableType:
     """Return the picture for people: node, saves in flight, jobs, peers."""
-    parts: list[RenderableType] = [_node(status), _writer(status["writer"])]
+    parts: list[RenderableType] = [_node(status)]
+    if "writer" in status:  # daemons of earlier versions do not say
+        parts.append(_writer(status["writer"]))
     if status["saves"]:
         parts.append(_saves(status["saves"]))
     else:
