@@ -8,7 +8,10 @@ from __future__ import annotations
 import logging
 import weakref
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from milepost.storage import Root
 
 log = logging.getLogger("milepost")
 
@@ -45,6 +48,20 @@ def note_made(saver: Saver) -> None:
                 saver, other.attempt,
             )  # fmt: skip
     _made.add(saver)
+
+
+def tell_branch(root: Root, step: int, attempt: int) -> None:
+    """Warn before the first save of an attempt that has loaded nothing, if an earlier attempt has
+    been as far: a forgotten `load()` costs the checkpoints that `keep` no longer keeps.
+    """
+    entries = root.checkpoints()
+    if entries and entries[0].order[0] < attempt and entries[0].step >= step:
+        log.warning(
+            "%s holds step %d of an earlier attempt, nothing was loaded, and step %d is saved: "
+            "training has begun anew there, the new checkpoints count as the newest, and with "
+            "keep= the old ones go in turn; ck.load(state) before the loop resumes",
+            root.path, entries[0].step, step,
+        )  # fmt: skip
 
 
 def tell_unprepared(planned_s: float, copied_s: float | None) -> None:

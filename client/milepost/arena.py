@@ -71,8 +71,8 @@ never end.
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 _SHM_HINT: Final = (
-    "set MILEPOST_SHM_DIR to a larger memory file system, or give the container more"
-    " (docker: --shm-size; kubernetes: an emptyDir of medium Memory), or use fewer slots"
+    "set MILEPOST_SHM_DIR to a larger memory file system, or give the container more (docker: "
+    "--shm-size; kubernetes: an emptyDir of medium Memory), or, if slots is above 2, use fewer"
 )
 
 

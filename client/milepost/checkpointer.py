@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 
-from milepost.advice import note_made, tell_unprepared
+from milepost.advice import note_made, tell_branch, tell_unprepared
 from milepost.claims import Ownership, check_ours, find_other, reading
 from milepost.collector import collector_paused
 from milepost.connection import error_of, fetch_status
@@ -38,6 +38,7 @@ from milepost.offer import encode_offer, unpack_assigned
 from milepost.options import (
     check_choice,
     check_options,
+    check_repeated,
     check_step,
     directory_name,
     find_root,
@@ -201,6 +202,8 @@ class Checkpointer:
         self._ownership: Ownership | None = None
         """Rank 0: the job's claim on the root, from its first save on."""
         self._is_closed = False
+        self._is_begun = False
+        """Whether something was loaded or, on rank 0, saved."""
         self._preparing: threading.Thread | None = None
         self._loads = 0
 
@@ -495,7 +498,9 @@ class Checkpointer:
         self._raise_failures()
         step = check_step(step)
         name = directory_name(step, checkpoint_id)
-        self._check_repeated(name)
+        with self._changed:
+            taken_by = self._taken.get(name)
+        check_repeated(name, taken_by, overwrite=self._overwrite)
         self._finish_preparing()
         ref = self._next_ref(step, name)
         save = Save(step, name, ref.save_id, lambda: self._session.send(AbortWanted(save=ref)))
@@ -533,7 +538,7 @@ class Checkpointer:
         """
         content = self._reader.read(ref.save_id, state, per_rank, self._join)
         selection = self._select(content)
-        self._check_root(ref.name)
+        self._check_root(ref)
         if self._take_turn(ref, save):
             self._stage(ref, save, content, selection)
 
@@ -554,23 +559,12 @@ class Checkpointer:
             is_plan_only=is_plan_only,
         )
 
-    def _check_repeated(self, name: str) -> None:
-        with self._changed:
-            taken_by = self._taken.get(name)
-        if self._overwrite or taken_by is None:
-            return
-        raise UsageError(
-            "already-committed",
-            f"{name} is taken by {taken_by}",
-            "save another step, or make the Checkpointer with overwrite=True",
-        )
-
     def _claim_root(self) -> None:
         """Claim the root for this job, on rank 0. Raises Rejected("root-locked")."""
         if self.rank == 0 and self._ownership is None:
             self._ownership = Ownership.take(Root(self.root), self.job)
 
-    def _check_root(self, name: str) -> None:
+    def _check_root(self, ref: SaveRef) -> None:
         """Claim the root, and refuse to replace a directory that milepost did not write; one rank
         does it for all.
 
@@ -580,14 +574,17 @@ class Checkpointer:
             return
         self._claim_root()
         if not self._overwrite:
-            check_ours(self.root / name)
+            check_ours(self.root / ref.name)
+        if not self._is_begun:
+            self._is_begun = True
+            tell_branch(Root(self.root), ref.step, self.attempt)
 
     def _take_turn(self, ref: SaveRef, save: Save) -> bool:
         """Wait until fewer saves than slots are under way, or skip; False: this save has ended."""
         with self._changed:
             held = [self._saves.get(save_id) for save_id in self._held]
+        busy = ", ".join(f"step {each.step} is {each.phase}" for each in held if each)
         if len(held) >= self._slots and self._on_busy == "skip":
-            busy = ", ".join(f"step {each.step} is {each.phase}" for each in held if each)
             reason = f"rank {self.rank} has all {self._slots} slots in use: {busy}"
             self._session.say(Skipped(save=ref, reason=reason))
             return False
@@ -596,7 +593,7 @@ class Checkpointer:
                 self._changed,
                 lambda: len(self._held) < self._slots or save.done(),
                 self._deadline_s,
-                f"{self} waits for a free slot: storage is slower than saves come",
+                f"{self} waits for a free slot: {busy}",
             )
         if save.done():
             return False
@@ -822,9 +819,11 @@ class Checkpointer:
         """
         self._check_open()
         check_choice("source", source, ("auto", "storage"))
+        step = None if step is None else check_step(step)
         self._finish_preparing()
         self._finish_copy()
         self._loads += 1
+        self._is_begun = True
         self.wait()
 
         def choose() -> bytes:

@@ -263,11 +263,17 @@ def _verify(checkpoint: Path) -> Verification:
 
 
 def _report_damages(damages: Sequence[Damage]) -> None:
-    for damage in damages[:DAMAGES_SHOWN_MAX]:
-        key = f", {damage.key}" if damage.key else ""
-        _complain(f"{damage.file}{key}: {damage.text}")
-    if len(damages) > DAMAGES_SHOWN_MAX:
-        _complain(f"{len(damages) - DAMAGES_SHOWN_MAX} more; --json has them all")
+    keys_of: dict[tuple[str, str], list[str]] = {}
+    for damage in damages:
+        keys_of.setdefault((damage.file, damage.text), []).append(damage.key)
+    shown = list(keys_of.items())[:DAMAGES_SHOWN_MAX]
+    for (file, text), keys in shown:
+        # A file that is missing is one damage to each of its tensors.
+        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+        _complain(f"{file}{', ' if keys[0] else ''}{keys[0]}{more}: {text}")
+    left = len(damages) - sum(len(keys) for _, keys in shown)
+    if left:
+        _complain(f"{left} more; --json has them all")
 
 
 @app.command()

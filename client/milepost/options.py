@@ -48,11 +48,9 @@ def check_options(
             "one is written while one is filled",
         )
     if type(deadline_s) not in (int, float) or not deadline_s > 0:
-        raise UsageError("usage", f"deadline_s is {deadline_s!r}, not above 0")
+        raise UsageError("usage", f"deadline_s is {deadline_s!r}, not a number of seconds above 0")
     if keep is not None and not isinstance(keep, Policy):
-        raise UsageError(
-            "usage", f"keep is a {type(keep).__name__}", "use KeepLast(n) and the like"
-        )
+        raise UsageError("usage", f"keep is {keep!r}, not a rule", "use KeepLast(n) and the like")
     if planner is not None and not isinstance(planner, SavePlanner):
         raise UsageError(
             "usage",
@@ -98,6 +96,16 @@ def check_step(step: object) -> int:
     return number
 
 
+def check_repeated(name: str, taken_by: str | None, *, overwrite: bool) -> None:
+    """Refuse a name that this attempt has used. Raises UsageError("already-committed")."""
+    if taken_by is not None and not overwrite:
+        raise UsageError(
+            "already-committed",
+            f"{name} is taken by {taken_by}",
+            "save another step, or make the Checkpointer with overwrite=True",
+        )
+
+
 def directory_name(step: int, checkpoint_id: object) -> str:
     """Return the name of a checkpoint's directory below its root. Raises UsageError."""
     if checkpoint_id is None:
@@ -127,7 +135,16 @@ def find_root(root: object) -> Path:
     if text.startswith("~"):
         raise UsageError("usage", f"root is {text}, and ~ is the shell's", "os.path.expanduser()")
     path = Path(os.path.realpath(text))
-    if path.exists() and not path.is_dir():
+    try:
+        is_other = path.exists() and not path.is_dir()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(
+            "usage",
+            f"root is {path}, which cannot be looked at: {reason}",
+            "let this user search all directories above it",
+        ) from error
+    if is_other:
         raise UsageError("usage", f"root is {path}, which is a file", "name a directory")
     return path
 

@@ -120,7 +120,7 @@ class Session:
         return welcome
 
     def _say_hello(self) -> tuple[Connection, Welcome]:
-        until_s = time.monotonic() + START_S
+        started_s = time.monotonic()
         while True:
             if self._is_embedded:
                 ensure_daemon(self.run_dir)
@@ -129,14 +129,17 @@ class Session:
                 return connection, connection.open(ANSWER_S)
             except Unavailable as error:
                 # An embedded daemon may have been at its end when it was found running.
-                if time.monotonic() > until_s or self._is_closed:
+                waited_s = time.monotonic() - started_s
+                if waited_s > START_S or self._is_closed:
                     raise Unavailable(
                         error.code,
                         f"no daemon answers in {self.run_dir} within {START_S:g} s"
                         + ("" if self.run_dir.is_dir() else ": there is no such directory"),
                         error.hint,
                     ) from None
-                log.warning("waiting for the daemon in %s", self.run_dir)
+                log.warning(
+                    "waiting for the daemon in %s (%.0f of %.0f s)", self.run_dir, waited_s, START_S
+                )
 
     def ensure(self, join: Join, timeout_s: float = MISSING_S) -> None:
         """Return once the rank has its place at a living daemon.

@@ -94,13 +94,16 @@ _CODES: Final = {
 }
 
 _HINTS: Final = {
-    "no-space": "free space there, or remove old checkpoints (`milepost prune ROOT --keep-last N`)",
+    "no-space": "free space there, or remove old checkpoints (`milepost prune ROOT --keep-last N`) "
+    "and keep fewer (`keep=KeepLast(n)`)",
     "quota": "ask for more, or remove old checkpoints (`milepost prune ROOT --keep-last N`)",
     "file-too-large": "raise the process's file size limit (`ulimit -f`, LimitFSIZE=)",
     "read-only": "mount the file system for writing, or use another root",
     "permission": "let the user the daemon runs as write there (`ls -ld`), or use another root",
     "io-error": "see that the file system is mounted and healthy (kernel log), and left alone",
 }
+
+_NOT_DIRECTORY_HINT: Final = "a part of the path is a file: name another root"
 
 _TRANSIENT: Final = {errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR}
 
@@ -118,7 +121,7 @@ def storage_error(
     return StorageError(
         code,
         f"{operation} {os.fspath(path)}: {reason}{size}",
-        _HINTS[code],
+        _NOT_DIRECTORY_HINT if number == errno.ENOTDIR else _HINTS[code],
         operation=operation,
         path=os.fspath(path),
         errno=number,

@@ -40,6 +40,7 @@ _SERVICE_LINK: Final = re.compile(r"MILEPOSTD_(SERVICE_|PORT(_|$))")
 ours."""
 
 _TCP_ADDRESS: Final = r"^(tcp://([^\[\]:/\s]+|\[[0-9A-Fa-f:.%]+\]):[0-9]{1,5})?$"
+_PORT_DIGITS: Final = 9
 _PORT_MAX: Final = 65535
 
 
@@ -260,6 +261,9 @@ def _explain(error: msgspec.ValidationError, raw: Any, name: str) -> str:
     text = str(error)
     if "regex" in text:
         text = "expected tcp://host:port"
+    choices = get_args(get_type_hints(Settings).get(name))
+    if "enum" in text and choices:
+        return f"expected {', '.join(map(str, choices[:-1]))} or {choices[-1]}{shown}"
     return text[:1].lower() + text[1:] + ("" if ", got" in text else shown)
 
 
@@ -271,7 +275,9 @@ def _contradictions(settings: Settings, sources: Mapping[str, str]) -> list[str]
         faults.append(f"{sources.get(name, 'the default')}: {name}: {text}")
 
     if not settings.roots and not settings.embedded:
-        faults.append("roots: no root is given; name the directories trainers may write under")
+        faults.append(
+            "roots: no root is given; name the directories trainers may write under (--root)"
+        )
     length = len(os.fsencode(settings.socket_path))
     if length > SOCKET_PATH_BYTES_MAX:
         fault(
@@ -324,7 +330,9 @@ def parse_http_address(address: str) -> tuple[str, int]:
         host = host[1:-1]
     elif ":" in host:
         colon = ""
-    if not colon or not port.isascii() or not port.isdigit() or int(port) > _PORT_MAX:
+    if port.isascii() and port.isdigit() and len(port) < _PORT_DIGITS and int(port) > _PORT_MAX:
+        raise UsageError("usage", f"{address}: a port is at most {_PORT_MAX}")
+    if not colon or not port.isascii() or not port.isdigit() or len(port) >= _PORT_DIGITS:
         raise UsageError("usage", f"expected host:port for http, got {address!r}")
     return host, int(port)
 

@@ -80,7 +80,7 @@ def test_everything_that_is_wrong_is_listed_at_once_with_its_source(tmp_path: Pa
         f"{file}: nice: expected `int` <= 19, got 99",
         "MILEPOSTD_PEERS: there is no setting 'peers'; did you mean peer?",
         "MILEPOSTD_LINGER_S: linger_s: expected `float`, got",
-        "--log-format: log_format: invalid enum value 'xml'",
+        "--log-format: log_format: expected auto, json or text, got 'xml'",
         "roots: no root is given",
     ):
         assert part in text
@@ -104,7 +104,7 @@ def test_everything_that_is_wrong_is_listed_at_once_with_its_source(tmp_path: Pa
         ("nice", -1, ">= 0"),
         ("writer_threads", True, "expected `int`"),
         ("write_mbps", -1.0, ">= 0"),
-        ("io_class", "realtime", "invalid enum value 'realtime'"),
+        ("io_class", "realtime", "expected best-effort, idle or none, got 'realtime'"),
         ("cpus", "some", "expected auto, all or a list like 8-11,14, got 'some'"),
         ("cpus", "11-8", "11-8 is no range of cores"),
         ("cpus", "", "expected auto, all or a list"),

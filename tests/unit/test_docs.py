@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
-from tests import save_machine_page
+from tests import api_page, save_machine_page
 from tests.protocol_page import page
 
 from milepost.cli import app
@@ -56,6 +56,10 @@ def test_a_section_of_the_errors_page_quotes_a_text_and_says_what_to_do(code: st
 
 def test_the_protocol_page_is_what_protocol_py_says() -> None:
     assert page() == (ROOT / "docs/protocol.md").read_text()
+
+
+def test_the_page_of_the_python_interface_is_what_its_docstrings_say() -> None:
+    assert api_page.page() == (ROOT / "docs/api.md").read_text()
 
 
 def test_the_diagrams_of_a_save_are_drawn_from_its_tables() -> None:

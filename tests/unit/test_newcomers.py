@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from rich.console import Group
+from tests.unit.test_latest import publish
 
 from milepost import advice, rendezvous
 from milepost.arena import find_arenas
@@ -235,3 +237,40 @@ def test_a_skip_is_not_shown_as_a_failure() -> None:
     assert "last skip of j: step 9, all 2 slots in use" in shown
     assert not any("last failure" in text for text in shown)
     assert any(", 1 trainer," in text for text in shown)
+
+
+def test_an_attempt_that_begins_behind_what_is_there_is_warned_once_that_nothing_was_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = Root(tmp_path / "root")
+    root.prepare()
+    advice.tell_branch(root, 1, 1)
+    publish(root, "1-6", 60)
+    advice.tell_branch(root, 61, 2)
+    advice.tell_branch(root, 10, 1)
+    assert caplog.records == []
+    advice.tell_branch(root, 10, 2)
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert f"{root.path} holds step 60 of an earlier attempt" in text
+    assert "step 10 is saved" in text
+    assert "ck.load(state)" in text
+
+
+def test_a_root_that_may_not_be_looked_at_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(UsageError, match=f"root is {tmp_path}/run, .*: permission denied"):
+        find_root(tmp_path / "run")
+
+
+def test_where_no_daemon_runs_its_status_is_not_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match=r"no daemon runs with .*: there is no such directory"):
+        fetch(tmp_path / "nowhere", "", "", 3600)
+    (tmp_path / "lock").touch()
+    with pytest.raises(Unavailable, match=rf"no daemon runs with run directory {tmp_path} \["):
+        fetch(tmp_path, "", "", 3600)

@@ -739,7 +739,7 @@ def test_a_node_of_which_no_rank_calls_save_is_named_at_the_deadline(offered: bo
     for rank in (0, 2):
         cause = world.cause(rank, SAVE)
         assert ("node-missing", "B") == (cause.code, cause.node)
-        assert "waiting for 1 of 3 nodes: B to gather its ranks" in cause.message
+        assert "waiting for 1 of 3 nodes: B, where not every rank has called save" in cause.message
     assert world.now_s < 60 + RESOLVE_GRACE_S
 
 

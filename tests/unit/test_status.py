@@ -178,8 +178,7 @@ def test_a_save_that_not_all_ranks_have_called_names_the_others() -> None:
     world.stage(SAVE, 0, 2)
     world.run(0.5)
     assert (
-        "waiting for 1 of 2 nodes: B to gather its ranks, not all of which have called save: "
-        "1 of 4 ranks: 3"
+        "waiting for 1 of 2 nodes: B, where not every rank has called save: 1 of 4 ranks: 3"
     ) == waiting(world)["coordinator"][1]
 
 

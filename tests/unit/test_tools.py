@@ -217,6 +217,15 @@ def test_a_missing_file_is_found_with_every_key_in_it(
     assert {damage["text"] for damage in found["damages"]} == {"the file is missing"}
 
 
+def test_a_missing_file_is_one_line_for_people(ours: Path, run: Run) -> None:
+    name = next(ours.glob("*.distcp"))
+    name.unlink()
+    assert run("verify", str(ours)) == 1
+    (line,) = [line for line in run.err.splitlines() if "the file is missing" in line]
+    assert line.startswith(f"{name.name}, ")
+    assert " more: " in line
+
+
 def test_swapped_files_of_equal_shape_are_found(tmp_path: Path, run: Run) -> None:
     checkpoint = tmp_path / "step_1"
     stock_save({"a": torch.zeros(64)}, checkpoint_id=checkpoint, no_dist=True)
@@ -411,6 +420,15 @@ def test_list_for_people_goes_to_stdout_a_line_each(root: Path, run: Run) -> Non
         "step_10",
     ]
     assert run.err == ""
+
+
+@pytest.mark.parametrize("command", ["list", "prune"])
+def test_a_checkpoint_where_a_root_is_meant_is_refused(root: Path, run: Run, command: str) -> None:
+    flags = ["--keep-last", "1"] if command == "prune" else []
+    checkpoint = (root / "latest").resolve()
+    assert run(command, str(checkpoint), *flags) == 2
+    assert f"{checkpoint} is a checkpoint, not a root" in run.err
+    assert f"did you mean {root}?" in run.err
 
 
 def test_prune_removes_the_oldest_of_ours_only(root: Path, run: Run) -> None:

@@ -61,9 +61,18 @@ def require_directory(path: Path) -> Path:
     return path
 
 
+def require_root(path: Path) -> Path:
+    """Return the path if it may be a root. Raises UsageError, also for a checkpoint."""
+    if (require_directory(path) / METADATA_NAME).exists():
+        raise UsageError(
+            "usage", f"{path} is a checkpoint, not a root", f"did you mean {path.parent}?"
+        )
+    return path
+
+
 def list_root(path: Path) -> Listing:
     """Return what lies under a root. Raises UsageError if it is none, StorageError."""
-    root = Root(require_directory(path))
+    root = Root(require_root(path))
     latest = root.latest()
     checkpoints = []
     for entry in root.checkpoints():

@@ -9,7 +9,7 @@ import msgspec
 from milepost.claims import removable
 from milepost.protocol import Keep
 from milepost.storage import Root
-from milepost.tools.listing import require_directory
+from milepost.tools.listing import require_root
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +36,7 @@ def prune(path: Path, keep_last: int, *, dry_run: bool = False) -> Pruning:
         UsageError: the root is no directory.
         StorageError: a checkpoint could not be removed; newer ones are left alone then.
     """
-    root = Root(require_directory(path))
+    root = Root(require_root(path))
     entries = root.checkpoints()
     removed = removable(root, entries, Keep(last=max(keep_last, 1)))
     if not dry_run:

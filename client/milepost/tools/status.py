@@ -38,7 +38,17 @@ def fetch(run_dir: Path, url: str, token: str, timeout_s: float) -> dict[str, An
     if url:
         return _fetch_url(url, token, timeout_s)
     from milepost.connection import fetch_status
+    from milepost.embedded import is_running
 
+    # Said at once: the answer of a daemon that is not there would be waited for.
+    if not is_running(run_dir):
+        raise Unavailable(
+            "daemon-unreachable",
+            f"no daemon runs with run directory {run_dir}"
+            + ("" if run_dir.is_dir() else ": there is no such directory"),
+            "start milepostd, or name its --run-dir; a daemon that a trainer started ends some "
+            "seconds after its last trainer",
+        )
     status: dict[str, Any] = fetch_status(run_dir, timeout_s)
     return status
 

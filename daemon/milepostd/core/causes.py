@@ -27,6 +27,12 @@ REFUSALS: Final = frozenset({"read-only", "permission", "no-space", "quota", "al
 answer only: a rename over the network, say, that is carried out later."""
 
 
+MISMATCH_HINT: Final = (
+    "every rank must call save() in the same order, with the same step and name; their counts stay "
+    "apart until each makes a new Checkpointer"
+)
+
+
 def placed(cause: Cause, node_id: str) -> Cause:
     """Return the cause with a node: that one, if it names none."""
     if cause.node:

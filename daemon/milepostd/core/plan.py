@@ -318,7 +318,8 @@ class _Warnings:
         self._found[key] = Cause(
             "replicas-differ",
             f"key {key!r} differs by rank, {text}; the copy of rank {writer} is the one written",
-            "pass state that differs by rank as per_rank={...}",
+            "start all ranks from the same values (seed, broadcast); what is to differ by rank is "
+            "passed as per_rank={...}",
             rank=writer,
         )
 

@@ -38,7 +38,7 @@ from milepost.protocol import (
     WordWanted,
     WrittenFile,
 )
-from milepostd.core.causes import PLAN_VOIDING, REFUSALS, named, placed
+from milepostd.core.causes import MISMATCH_HINT, PLAN_VOIDING, REFUSALS, named, placed
 from milepostd.core.commands import (
     AbandonWrite,
     BuildIndex,
@@ -183,7 +183,7 @@ class Participation(_Role):
                 "save-mismatch",
                 f"rank {rank} calls save {self.save.save_id} step {message.save.step} as "
                 f"{message.save.name!r}, another rank step {self.save.step} as {self.save.name!r}",
-                "every rank must call save() in the same order, with the same step and name",
+                MISMATCH_HINT,
                 self.node_id,
                 rank,
             )
@@ -692,7 +692,7 @@ class Coordination(_Role):
                 "save-mismatch",
                 f"node {node_id} calls save {self.save.save_id} step {message.save.step} as "
                 f"{message.save.name!r}, another node step {self.save.step} as {self.save.name!r}",
-                "every rank must call save() in the same order, with the same step and name",
+                MISMATCH_HINT,
                 node_id,
             )
             return self.refuse(Fail(save=self.save, cause=cause), now_ns)
@@ -930,9 +930,8 @@ class Coordination(_Role):
             case Phase.GATHERING:
                 ranks = [rank for node_id in silent for rank in self.job.ranks_of[node_id]]
                 return (
-                    f"waiting for {named('node', silent, len(self.job.nodes))} to gather its "
-                    f"ranks, not all of which have called save: "
-                    f"{named('rank', ranks, self.job.world)}"
+                    f"waiting for {named('node', silent, len(self.job.nodes))}, where not "
+                    f"every rank has called save: {named('rank', ranks, self.job.world)}"
                 )
             case Phase.PLANNING:
                 return "planning: dropping replicas, balancing bytes, checking coverage"
