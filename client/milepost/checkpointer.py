@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -29,7 +29,6 @@ from milepost.connection import error_of, fetch_status
 from milepost.content import Content, ContentReader
 from milepost.errors import (
     MilepostError,
-    Rejected,
     SaveFailed,
     Unavailable,
     UsageError,
@@ -79,6 +78,7 @@ from milepost.run_dir import default_run_dir
 from milepost.save import STAGED, Checkpoint, EarlyEnds, Save, not_staged
 from milepost.selection import Optimizers, Selection
 from milepost.session import JOIN_S, Session
+from milepost.slots import Slots
 from milepost.staging import Staged as StagedImage
 from milepost.staging import Stager
 from milepost.state import Items
@@ -181,15 +181,12 @@ class Checkpointer:
         """Guards all that both threads touch, from here to `_count`."""
         self._saves: dict[str, Save] = {}
         """Saves that have not ended."""
-        self._held: dict[str, Slot] = {}
-        """Slots that a save uses, by save_id."""
         self._layouts_ready: dict[str, LayoutReady] = {}
         self._plans: dict[str, _Plan] = {}
         """By fingerprint."""
         self._failures: list[Save] = []
         """Saves that failed and were not yet raised, with on_failure="raise"."""
 
-        self._is_arena_lost = False
         self._one_call = threading.RLock()
         """Held by the thread that is in `save`, `prepare` or `load`: they take turns."""
         self._pid = os.getpid()
@@ -219,8 +216,7 @@ class Checkpointer:
             self._session.close()
             raise
         self.job, self.attempt = self._meeting.job, self._meeting.attempt
-        self._stager = Stager(self.job, self.attempt, self.rank, slots=slots)
-        self._slots = slots
+        self._slots = self._make_slots(slots)
         note_made(self)
         if self._overlap is not None:
             self._overlap.arm()
@@ -243,6 +239,11 @@ class Checkpointer:
 
     def __repr__(self) -> str:
         return f"<Checkpointer rank {self.rank} of {self.world}, job {self.job}, root {self.root}>"
+
+    def _make_slots(self, count: int) -> Slots:
+        """Return the slots of the present attempt."""
+        stager = Stager(self.job, self.attempt, self.rank, slots=count)
+        return Slots(stager, self._changed, count=count, timeout_s=self._deadline_s, who=self)
 
     def _claim(self, name: str) -> tuple[str, int]:
         """Make the root; return the job's name on the wire and its next attempt; on rank 0.
@@ -292,7 +293,7 @@ class Checkpointer:
             case Concluded():
                 self._concluded(message)
             case SlotFreed():
-                self._free_slot(message.save_id)
+                self._slots.free(message.save_id)
             case ReadsWanted():
                 self._preemption.hold()
             case Preempted():
@@ -318,7 +319,7 @@ class Checkpointer:
                 self._end(save_id, "outcome-unknown", unknown)
             else:
                 self._end(save_id, "failed", placed)
-            self._free_slot(save_id)
+            self._slots.free(save_id)
 
     def _concluded(self, message: Concluded) -> None:
         self._session.settle(message.save_id)
@@ -326,7 +327,7 @@ class Checkpointer:
             with self._changed:
                 self._plans.clear()
         if message.slot_free:
-            self._free_slot(message.save_id)
+            self._slots.free(message.save_id)
         if message.outcome == "committed":
             with self._changed:
                 save = self._saves.pop(message.save_id, None)
@@ -353,21 +354,14 @@ class Checkpointer:
             if phase in ("failed", "skipped"):
                 self._taken.pop(save.name, None)
             self._layouts_ready.pop(save_id, None)
-            # Somebody took the arena's file away: the next save gets a new one.
-            self._is_arena_lost |= cause.code == "arena-invalid"
+            if cause.code == "arena-invalid":
+                self._slots.lose()
             if self._on_failure == "raise" and phase != "skipped" and not is_raised:
                 self._failures.append(save)
             self._changed.notify_all()
         save.fail(phase, cause)
         if phase != "skipped" and not is_raised:
             log.warning("save %s of step %s %s: %s", save_id, save.step, phase, save.failure())
-
-    def _free_slot(self, save_id: str) -> None:
-        with self._changed:
-            slot = self._held.pop(save_id, None)
-            if slot is not None:
-                slot.release()
-            self._changed.notify_all()
 
     # --- saving
 
@@ -384,30 +378,37 @@ class Checkpointer:
 
         Args:
             state: as for `save`; nothing of it is kept.
-            wait: False: in the background; a `save()` meanwhile waits for it. Training goes on, so
-                replicas are not compared between ranks.
+            wait: False: only the state is read before it returns; the rest is done in the
+                background, and a `save()` meanwhile waits for it. Training goes on, so replicas are
+                not compared between ranks.
             per_rank: as for `save`.
+
+        An optimizer has state only after its first step, so that is when to call it. torch's
+        `get_state_dict` gives an optimizer its state by a step of its own, which changes training;
+        the log warns of that.
 
         Raises:
             UsageError: the state cannot be saved; names the keys.
-            Rejected, Unavailable, SaveFailed: planning failed. Only with `wait`; else it is logged,
-                and the first save tries again.
+            Rejected, Unavailable, SaveFailed: planning failed. With `wait=False` that is logged if
+                it comes later, and the first save tries again.
         """
         self._check_open()
         self._finish_preparing()
         self._finish_copy()
-        ref = self._next_ref(0, "prepare", is_plan_only=True)
-        if wait:
-            self._prepare(ref, state, per_rank, is_still=True)
-            return
+        preparation = self._prepare(state, per_rank, is_still=wait)
+        # Never beside training: a state's own `state_dict()` may change what it reads.
+        next(preparation)
 
-        def prepare() -> None:
+        def finish() -> None:
             try:
-                self._prepare(ref, state, per_rank, is_still=False)
+                next(preparation, None)
             except Exception as error:
                 log.warning("prepare failed, the first save will be slow: %s", error)
 
-        self._preparing = threading.Thread(target=prepare, name="milepost-prepare", daemon=True)
+        if wait:
+            next(preparation, None)
+            return
+        self._preparing = threading.Thread(target=finish, name="milepost-prepare", daemon=True)
         self._preparing.start()
 
     def _finish_preparing(self) -> None:
@@ -432,25 +433,26 @@ class Checkpointer:
             self._overlap.guard()
 
     def _prepare(
-        self,
-        ref: SaveRef,
-        state: Mapping[str, Any],
-        per_rank: Mapping[str, Any] | None,
-        *,
-        is_still: bool,
-    ) -> None:
-        """Plan and fault in. `is_still`: the state does not change meanwhile."""
+        self, state: Mapping[str, Any], per_rank: Mapping[str, Any] | None, *, is_still: bool
+    ) -> Iterator[None]:
+        """Read the state; then, at the second `next`, plan and fault in.
+
+        `is_still`: the state does not change meanwhile.
+        """
+        ref = self._next_ref(0, "prepare", is_plan_only=True)
         save = Save(ref.step, ref.name, ref.save_id, lambda: None)
-        with self._changed:
-            self._saves[ref.save_id] = save
         try:
+            with self._changed:
+                self._saves[ref.save_id] = save
             with collector_paused():
                 content = self._reader.read(ref.save_id, state, per_rank, self._join)
                 selection = self._select(content)
+            yield
+            with collector_paused(), self._slots.at_work(save.done):
                 self._claim_root()
                 self._plan(ref, save, content, is_still=is_still)
                 self._prepare_overlap(content, selection)
-            self._stager.fault_in()
+                self._slots.stager.fault_in()
         except MilepostError as error:
             self._give_up(ref, error)
             raise
@@ -504,14 +506,8 @@ class Checkpointer:
         self._finish_preparing()
         ref = self._next_ref(step, name)
         save = Save(step, name, ref.save_id, lambda: self._session.send(AbortWanted(save=ref)))
-        with self._changed:
-            self._saves[ref.save_id] = save
-        with self._changed:
-            self._taken[name] = f"save {ref.save_id} of this attempt"
-            early = self._early_ends.take(ref.save_id)
-        if early is not None:
-            self._end(ref.save_id, *early)
         try:
+            self._begin(ref, save)
             with collector_paused():
                 self._fill(ref, save, state, per_rank)
         except UsageError as error:
@@ -524,6 +520,15 @@ class Checkpointer:
             raise
         save.stall_s = time.monotonic() - started_s
         return save
+
+    def _begin(self, ref: SaveRef, save: Save) -> None:
+        """Have what is heard of the save reach its handle."""
+        with self._changed:
+            self._saves[ref.save_id] = save
+            self._taken[ref.name] = f"save {ref.save_id} of this attempt"
+            early = self._early_ends.take(ref.save_id)
+        if early is not None:
+            self._end(ref.save_id, *early)
 
     def _fill(
         self,
@@ -580,31 +585,16 @@ class Checkpointer:
             tell_branch(Root(self.root), ref.step, self.attempt)
 
     def _take_turn(self, ref: SaveRef, save: Save) -> bool:
-        """Wait until fewer saves than slots are under way, or skip; False: this save has ended."""
+        """Wait for a slot, or skip; False: this save has ended."""
+        held = self._slots.held
         with self._changed:
-            held = [self._saves.get(save_id) for save_id in self._held]
-        busy = ", ".join(f"step {each.step} is {each.phase}" for each in held if each)
-        if len(held) >= self._slots and self._on_busy == "skip":
-            reason = f"rank {self.rank} has all {self._slots} slots in use: {busy}"
+            saves = [self._saves[save_id] for save_id in held if save_id in self._saves]
+        busy = ", ".join(f"step {each.step} is {each.phase}" for each in saves)
+        if len(held) >= self._slots.count and self._on_busy == "skip":
+            reason = f"rank {self.rank} has all {self._slots.count} slots in use: {busy}"
             self._session.say(Skipped(save=ref, reason=reason))
             return False
-        with self._changed:
-            has_room = wait_telling(
-                self._changed,
-                lambda: len(self._held) < self._slots or save.done(),
-                self._deadline_s,
-                f"{self} waits for a free slot: {busy}",
-            )
-        if save.done():
-            return False
-        if not has_room:
-            raise Rejected(
-                "busy",
-                f"no slot became free within {self._deadline_s:g} s: storage is slower than saves "
-                "come",
-                "save less often, or see `milepost status`",
-            )
-        return True
+        return self._slots.await_one(save.done, busy)
 
     def _stage(
         self, ref: SaveRef, save: Save, content: Content, selection: Selection | None
@@ -613,43 +603,31 @@ class Checkpointer:
         items, objects, started_s = content.items, content.objects, time.monotonic()
         with self._changed:
             plan = self._plans.get(content.structure)
-            is_lost, self._is_arena_lost = self._is_arena_lost, False
-        if is_lost:
-            self._stager.renew()
-        if plan is None:
-            objects = self._plan(ref, save, content)
-            if objects is None:
+        with self._slots.at_work(save.done) as stager:
+            if plan is None:
+                objects = self._plan(ref, save, content)
+                if objects is None:
+                    return
+            else:
+                self._lay_out(save, items, plan, objects)
+            if save.done():
                 return
-        else:
-            self._lay_out(save, items, plan, objects)
-        if save.done():
-            return
-        slot, planned_s = self._free_slot_of_layout(), time.monotonic()
-        if selection is None:
-            self._tell_staged(ref, save, self._stager.stage(slot, ref, items, objects=objects))
-        else:
-            self._stage_behind(ref, save, slot, items, objects, selection)
+            slot, planned_s = self._slots.take(), time.monotonic()
+            if selection is None:
+                self._tell_staged(ref, save, stager.stage(slot, ref, items, objects=objects))
+            else:
+                self._stage_behind(ref, save, slot, items, objects, selection)
         if self._count == 1 and self.rank == 0:
             copied_s = None if selection else time.monotonic() - planned_s
             tell_unprepared(planned_s - started_s, copied_s)
 
-    def _free_slot_of_layout(self) -> Slot:
-        """Return a free slot of the layout in force; `_take_turn` has made sure of one."""
-        free = self._stager.free_slots()
-        if not free:
-            raise SaveFailed("internal", "no slot of the arena is free, and no save holds one")
-        return free[0]
-
     def _prepare_overlap(self, content: Content, selection: Selection | None) -> None:
         """Make now what the first copy in the background would make."""
-        layout, slots = self._stager.layout, self._stager.slots
-        if self._overlap is not None and selection is not None and layout is not None:
+        stager = self._slots.stager
+        if self._overlap is not None and selection is not None and stager.layout is not None:
+            slot, columns = stager.slots[0], stager.layout.tensors
             self._overlap.prepare(
-                selection,
-                content.items,
-                layout.tensors,
-                self._stager.targets(slots[0]),
-                slots[0].image,
+                selection, content.items, columns, stager.targets(slot), slot.image
             )
 
     def _stage_behind(
@@ -662,7 +640,7 @@ class Checkpointer:
         selection: Selection,
     ) -> None:
         """Copy what must be copied now, and have the rest copied in the background."""
-        overlap, stager = self._overlap, self._stager
+        overlap, stager = self._overlap, self._slots.stager
         assert overlap is not None
         slot, placed = stager.begin(slot, items, objects=objects)
 
@@ -686,6 +664,8 @@ class Checkpointer:
             targets = stager.targets(slot)
             overlap.start(selection, split, items, columns, targets, slot.image, end, add_wait)
         except BaseException:
+            # It may have begun to copy before it was interrupted.
+            overlap.settle()
             slot.release()
             raise
 
@@ -696,7 +676,7 @@ class Checkpointer:
                 # Another rank could not go on: nobody is going to read this image.
                 staged.slot.release()
                 return
-            self._held[ref.save_id] = staged.slot
+            self._slots.hold(ref.save_id, staged.slot)
         save.advance("staged")
         self._session.say(
             Staged(
@@ -747,27 +727,15 @@ class Checkpointer:
     def _lay_out(
         self, save: Save, items: Items, plan: _Plan, objects: dict[int, bytes] | None
     ) -> None:
-        """Put a layout in force; return without it if the save ended meanwhile.
-
-        Images of another structure that are still being written may be all that is in the way: then
-        it waits for these, unless the user would rather skip. Raises Rejected("shm-too-small").
-        """
-        for is_last in (False, True):
-            try:
-                self._stager.lay_out(items, plan.assigned, plan.layout_id, objects=objects)
-                return
-            except Rejected as error:
-                with self._changed:
-                    if is_last or self._on_busy == "skip" or not self._held:
-                        raise
-                    wait_telling(
-                        self._changed,
-                        lambda: not self._held or save.done(),
-                        self._deadline_s,
-                        f"{self} waits until earlier images have been written: {error.message}",
-                    )
-                if save.done():
-                    return
+        """Put a layout in force; see `Slots.lay_out`."""
+        self._slots.lay_out(
+            items,
+            plan.assigned,
+            plan.layout_id,
+            objects,
+            is_over=save.done,
+            may_wait=self._on_busy == "wait",
+        )
 
     def _give_up(self, ref: SaveRef, error: MilepostError) -> None:
         """This rank cannot complete the save: it ends here and, by the daemon's word,
@@ -862,8 +830,8 @@ class Checkpointer:
         self._step_last = -1
         self._session.vacate()
         # Arenas carry their attempt's number, and those of earlier ones are swept away.
-        self._stager.close()
-        self._stager = Stager(self.job, attempt, self.rank, slots=self._slots)
+        self._slots.close(unlink=True)
+        self._slots = self._make_slots(self._slots.count)
 
     @property
     def preempted(self) -> bool:
@@ -922,7 +890,7 @@ class Checkpointer:
         if is_quiet:
             self._session.leave()
         self._session.close()
-        self._stager.close(unlink=is_quiet)
+        self._slots.close(unlink=is_quiet)
         self._raise_failures()
 
     @property

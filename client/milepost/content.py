@@ -6,9 +6,11 @@ Knows states and planners; nothing of daemons, arenas or slots. One thread at a 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from milepost.advice import watching_steps
 from milepost.flattening import call_stateful, flatten, with_per_rank
 from milepost.planning import (
     FinalPlan,
@@ -53,6 +55,7 @@ class ContentReader:
     def __init__(self, planner: SavePlanner | None, group: Group, timeout_s: float) -> None:
         self._planner = planner
         self._place = (group.world, group.rank)
+        self._has_read = False
         self._exchange: PlannerExchange | None = None
         if planner is not None and not is_default(planner):
             self._exchange = PlannerExchange(
@@ -81,6 +84,19 @@ class ContentReader:
         Raises UsageError for what cannot be saved, SaveFailed if planning with the others failed,
         and what `ensure` and the state's own `state_dict()` raise.
         """
+        # Once: a hook that comes and goes may have compiled steps compiled again.
+        watch = contextlib.nullcontext() if self._has_read else watching_steps()
+        self._has_read = True
+        with watch:
+            return self._read(save_id, state, per_rank, ensure)
+
+    def _read(
+        self,
+        save_id: str,
+        state: Mapping[str, Any],
+        per_rank: Mapping[str, Any] | None,
+        ensure: Callable[[], None],
+    ) -> Content:
         _, rank = self._place
         if self._exchange is None:
             ensure()

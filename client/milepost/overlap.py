@@ -214,6 +214,10 @@ class Copy:
         self._on_waited = on_waited
         self._pid = os.getpid()
         self._has_ended = False
+        self._is_cancelled = False
+        # Not a daemon: at the interpreter's end it must not be stopped within torch. A thread a
+        # save, for one that waits for the next save would keep the interpreter from ending.
+        self._thread = threading.Thread(target=self.run, name="milepost-copy")
         self._given = threading.Event()
         """All work was given to the queues; in host memory that means: done."""
         self.spans = spans
@@ -223,8 +227,30 @@ class Copy:
         for part in self._parts:
             part.begin()
 
+    def start(self) -> None:
+        """Copy in a thread of its own. Raises RuntimeError if there can be none."""
+        self._thread.start()
+
+    @property
+    def _has_begun(self) -> bool:
+        # Whoever was to start the thread may have been interrupted: then nobody comes.
+        return self._thread.ident is not None
+
+    def cancel(self) -> None:
+        """Copy nothing if the thread has not got to it yet."""
+        self._is_cancelled = True
+
+    def join(self) -> None:
+        """Return once nothing is copied, and what came of it was told."""
+        if self._has_begun:
+            self._thread.join()
+
     def run(self) -> None:
         """Copy, check, and tell; on the copy's own thread."""
+        if self._is_cancelled:
+            self.let_go()
+            self._has_ended = True
+            return
         # The trainer returns from `save()` first: it waits for the interpreter's lock.
         time.sleep(0)
         copy_with_one_thread()
@@ -267,7 +293,7 @@ class Copy:
 
     def hold(self) -> None:
         """Keep the caller, on the host or by its streams, until what is guarded was copied."""
-        if self.has_ended:
+        if self.has_ended or not self._has_begun:
             return
         if not self._given.is_set():
             started_s = time.monotonic()
@@ -372,7 +398,6 @@ class Overlap:
         )
         """Of host memory, the last one: what it was made from, and itself."""
         self._copy: Copy | None = None
-        self._thread: threading.Thread | None = None
 
     def arm(self) -> None:
         """Begin to guard steps."""
@@ -452,17 +477,17 @@ class Overlap:
         parts = self._parts(split, items, layout, targets, image)
         copy = Copy(parts, selection.spans, on_end, on_waited)
         copy.begin()
-        # Not a daemon: at the interpreter's end it must not be stopped within torch. A thread a
-        # save, for one that waits for the next save would keep the interpreter from ending.
-        thread = threading.Thread(target=copy.run, name="milepost-copy")
         # First of all, since the thread may have run before `start` returns, or is interrupted.
-        self._copy, self._thread = copy, thread
+        self._copy = copy
         try:
-            thread.start()
+            copy.start()
         except RuntimeError as error:
-            self._copy = self._thread = None
+            self._copy = None
             copy.let_go()
             raise SaveFailed("internal", f"no thread can be started to copy: {error}") from error
+        except BaseException:
+            copy.cancel()
+            raise
 
     def _parts(
         self,
@@ -543,9 +568,9 @@ class Overlap:
         """Return once no copy is under way, and what came of the last one was told."""
         # Forgotten afterwards only: another thread's step must find it meanwhile, and so must the
         # next call if this one is interrupted.
-        if self._thread is not None and self._thread.ident is not None:
-            self._thread.join()
-        self._copy = self._thread = None
+        if self._copy is not None:
+            self._copy.join()
+        self._copy = None
 
     def close(self) -> None:
         """Settle, and guard no more."""

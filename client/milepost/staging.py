@@ -13,12 +13,21 @@ Sources: torch/serialization.py (2.13), cudaHostRegister in the CUDA runtime's m
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
-from milepost.arena import Arena, Slot, SlotRecord, SlotState, arena_path, record_bytes
+from milepost.arena import (
+    Arena,
+    Slot,
+    SlotRecord,
+    SlotState,
+    arena_path,
+    find_arenas,
+    record_bytes,
+)
 from milepost.errors import Rejected, SaveFailed
 from milepost.format import container
 from milepost.format.layout import (
@@ -509,6 +518,23 @@ class Stager:
         )
         slot.seal(record)
         return Staged(current.arena.path, slot, record)
+
+    def abandon(self) -> None:
+        """Let go of all arenas in whatever state they are, also of files that an interrupted call
+        has left, and go on with numbers that none of them has. Only once nobody reads an image.
+        """
+        for each in self._all():
+            with suppress(Exception):
+                each.close(self._pinner, unlink=True)
+        self._current, self._retired = None, []
+        left = [
+            file
+            for file in find_arenas(self._job)
+            if (file.attempt, file.rank) == (self._attempt, self._rank)
+        ]
+        for file in left:
+            file.path.unlink(missing_ok=True)
+        self._generation = 1 + max([self._generation, *(file.generation for file in left)])
 
     def close(self, *, unlink: bool = True) -> None:
         """Unpin and unmap all arenas, and remove their files.

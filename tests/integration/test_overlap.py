@@ -159,7 +159,7 @@ def save_torn(rank: Rank) -> dict[str, Any]:
         optimizer.step()
         _change_all_else(rank.rank, state)
         told["step"] = ck.save(2, state).wait(60).step
-        told["free"] = len(ck._stager.free_slots())
+        told["free"] = len(ck._slots.stager.free_slots())
         told["steps"] = ck.steps()
     return told
 

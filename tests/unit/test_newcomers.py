@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from rich.console import Group
 from tests.unit.test_latest import publish
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from milepost import advice, rendezvous
 from milepost.arena import find_arenas
 from milepost.claims import Ownership, find_other
+from milepost.content import ContentReader
 from milepost.embedded import ensure_daemon
 from milepost.errors import Unavailable, UsageError
 from milepost.options import check_options, directory_name, find_root, find_run_dir, job_name
@@ -274,3 +278,34 @@ def test_where_no_daemon_runs_its_status_is_not_waited_for(tmp_path: Path) -> No
     (tmp_path / "lock").touch()
     with pytest.raises(Unavailable, match=rf"no daemon runs with run directory {tmp_path} \["):
         fetch(tmp_path, "", "", 3600)
+
+
+class Wrapped:
+    """As README's App: torch's `get_state_dict` steps an optimizer that has no state yet."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(2, 2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def test_a_state_that_steps_its_optimizer_when_it_is_read_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for app, is_told in ((Wrapped(), True), (Wrapped(), False)):
+        reader = ContentReader(None, Ranks(0, 1, None), 9.0)
+        if not is_told:
+            app.model(torch.ones(2)).sum().backward()
+            app.optimizer.step()
+        caplog.clear()
+        for _ in range(2):
+            reader.read("1-1", {"app": app}, None, lambda: None)
+        found = [record.getMessage() for record in caplog.records]
+        assert is_told == any("reading the state has stepped AdamW" in text for text in found)
+        assert len(found) <= 1

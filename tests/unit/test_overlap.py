@@ -522,6 +522,33 @@ def test_a_copy_whose_thread_cannot_be_started_fails_its_save_and_holds_nobody(
     assert torch.equal(parameters[0], made.image()["model.p0"])
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_an_interrupt_while_a_copy_begins_keeps_nobody_for_ever(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch, is_begun: bool
+) -> None:
+    parameters = _model()
+    optimizer = torch.optim.SGD(parameters, lr=1)
+    made = bench(optimizer)
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if is_begun:
+            start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.save(_state(parameters, optimizer))
+    made.overlap.guard()
+    _step(optimizer, parameters)
+    made.overlap.settle()
+    assert made.slot is not None
+    made.slot.release()
+    made.save(_state(parameters, optimizer))
+    assert torch.equal(parameters[0], made.image()["model.p0"])
+
+
 def test_a_forked_child_is_not_held_by_its_parents_copy(
     bench: MakeBench, gated: GatedStreams
 ) -> None:
