@@ -418,8 +418,8 @@ class Root:
         up.
 
         Raises:
-            Rejected: "already-committed" if the name is taken and `save.overwrite` is not set; the
-                save is untouched.
+            Rejected: "already-committed" if the name is taken, by a newer save or without
+                `save.overwrite`; the save is untouched.
             SaveFailed: "aborted" if it was given up, "outcome-unknown" if it is in neither place,
                 "internal" if it has no `.metadata`.
         """
@@ -710,6 +710,13 @@ class Root:
             old_id = ""
         if old_id == save.save_id:
             return None  # Ours, published by another hand: the rename will find its source gone.
+        if order_of(old_id, 0) > order_of(save.save_id, 0):
+            # A save that was held up while another attempt went back and saved this name anew.
+            raise Rejected(
+                "already-committed",
+                f"save {save.save_id}: {final} holds save {old_id} by now, which is newer",
+                "nothing: this save was of a future that was given up",
+            )
         aside = f"{save.name}.{old_id if _SAVE_ID.fullmatch(old_id) else _UNKNOWN_ID}{_REPLACED}"
         self._remove(self._partial / aside)
         intent: bytes = msgpack.packb(

@@ -638,6 +638,21 @@ def test_overwriting_replaces_a_checkpoint_and_discarding_deletes_the_old_one(ro
     assert "committed" == root.give_up(save)
 
 
+@pytest.mark.parametrize("late_id", ["1-7", "2-2"])
+def test_a_save_that_was_held_up_does_not_replace_a_newer_one(root: Root, late_id: str) -> None:
+    late = save_of(30, late_id, overwrite=True)
+    fill(root, late, b"abandoned")
+    commit(root, save_of(30, "2-3", overwrite=True), b"kept")
+    with pytest.raises(Rejected) as caught:
+        root.publish(late)
+    assert "already-committed" == caught.value.code
+    assert b"kept" == content_of(root, "step_30")
+    assert "aborted" == root.give_up(late)
+    root.discard(late)
+    assert [] == names(root.path / ".partial")
+    assert b"kept" == content_of(root, "step_30")
+
+
 def test_overwriting_what_is_not_there_is_plain_publishing(root: Root) -> None:
     commit(root, save_of(30, "2-3", overwrite=True))
     assert [] == names(root.path / ".partial")
