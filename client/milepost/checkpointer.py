@@ -860,7 +860,6 @@ class Checkpointer:
         self.attempt = attempt
         self._taken.clear()
         self._step_last = -1
-        self._session.vacate()
         # Arenas carry their attempt's number, and those of earlier ones are swept away.
         self._stager.close()
         self._stager = Stager(self.job, attempt, self.rank, slots=self._slots)
