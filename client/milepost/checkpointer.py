@@ -198,7 +198,7 @@ class Checkpointer:
         self._early_ends = EarlyEnds()
         """Directory names this attempt has saved under, or resumed from, with a word on which."""
         self._step_last = -1
-        """Greatest step this attempt has committed."""
+        """Greatest step this attempt has committed, or may yet commit unheard."""
         self._ownership: Ownership | None = None
         """Rank 0: the job's claim on the root, from its first save on."""
         self._is_closed = False
@@ -352,6 +352,8 @@ class Checkpointer:
                 return
             if phase in ("failed", "skipped"):
                 self._taken.pop(save.name, None)
+            else:
+                self._step_last = max(self._step_last, save.step)
             self._layouts_ready.pop(save_id, None)
             # Somebody took the arena's file away: the next save gets a new one.
             self._is_arena_lost |= cause.code == "arena-invalid"
