@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from milepost.claims import removable
+from milepost.claims import being_read, removable
 from milepost.protocol import Keep, SaveRef
 from milepost.storage import Root
 
@@ -72,7 +72,10 @@ class Latest:
 
 
 def _retain(root: Root, keep: Keep) -> tuple[str, ...]:
-    names = removable(root, root.checkpoints(), keep)
-    for name in names:
-        root.remove_checkpoint(name)
-    return tuple(names)
+    removed: list[str] = []
+    for name in removable(root, root.checkpoints(), keep):
+        # One may be long in being deleted, and the next may have found a reader meanwhile.
+        if name not in being_read(root):
+            root.remove_checkpoint(name)
+            removed.append(name)
+    return tuple(removed)
