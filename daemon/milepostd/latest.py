@@ -72,10 +72,12 @@ class Latest:
 
 
 def _retain(root: Root, keep: Keep) -> tuple[str, ...]:
-    removed: list[str] = []
-    for name in removable(root, root.checkpoints(), keep):
-        # One may be long in being deleted, and the next may have found a reader meanwhile.
-        if name not in being_read(root):
-            root.remove_checkpoint(name)
-            removed.append(name)
-    return tuple(removed)
+    entries = root.checkpoints()
+    save_ids = {entry.name: entry.save_id for entry in entries}
+    # One may be long in being deleted, and the next may have found a reader meanwhile, or have been
+    # saved anew.
+    return tuple(
+        name
+        for name in removable(root, entries, keep)
+        if name not in being_read(root) and root.remove_checkpoint(name, save_ids[name])
+    )

@@ -85,10 +85,10 @@ def test_a_checkpoint_that_finds_a_reader_while_another_is_deleted_stays(
     remove = Root.remove_checkpoint
     lease = reading(root, "step_2")
 
-    def slow(self: Root, name: str) -> None:
+    def slow(self: Root, name: str, save_id: str | None = None) -> bool:
         if name == "step_1":
             lease.__enter__()
-        remove(self, name)
+        return remove(self, name, save_id)
 
     monkeypatch.setattr(Root, "remove_checkpoint", slow)
     assert ("step_1",) == _retain(root, Keep(last=1))
