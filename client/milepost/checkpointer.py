@@ -195,8 +195,8 @@ class Checkpointer:
         self._pid = os.getpid()
         self._count = 0
         self._taken: dict[str, str] = {}
-        self._early_ends = EarlyEnds()
         """Directory names this attempt has saved under, or resumed from, with a word on which."""
+        self._early_ends = EarlyEnds()
         self._step_last = -1
         """Greatest step this attempt has committed, or may yet commit unheard."""
         self._ownership: Ownership | None = None
@@ -508,7 +508,6 @@ class Checkpointer:
         save = Save(step, name, ref.save_id, lambda: self._session.send(AbortWanted(save=ref)))
         with self._changed:
             self._saves[ref.save_id] = save
-        with self._changed:
             self._taken[name] = f"save {ref.save_id} of this attempt"
             early = self._early_ends.take(ref.save_id)
         if early is not None:
