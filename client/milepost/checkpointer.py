@@ -192,10 +192,10 @@ class Checkpointer:
         self._pid = os.getpid()
         self._count = 0
         self._taken: dict[str, str] = {}
-        self._early_ends = EarlyEnds()
         """Directory names this attempt has saved under, or resumed from, with a word on which."""
+        self._early_ends = EarlyEnds()
         self._step_last = -1
-        """Greatest step this attempt has committed."""
+        """Greatest step this attempt has committed, or may yet commit unheard."""
         self._ownership: Ownership | None = None
         """Rank 0: the job's claim on the root, from its first save on."""
         self._is_closed = False
@@ -353,6 +353,8 @@ class Checkpointer:
                 return
             if phase in ("failed", "skipped"):
                 self._taken.pop(save.name, None)
+            else:
+                self._step_last = max(self._step_last, save.step)
             self._layouts_ready.pop(save_id, None)
             if cause.code == "arena-invalid":
                 self._slots.lose()
@@ -828,7 +830,6 @@ class Checkpointer:
         self.attempt = attempt
         self._taken.clear()
         self._step_last = -1
-        self._session.vacate()
         # Arenas carry their attempt's number, and those of earlier ones are swept away.
         self._slots.close(unlink=True)
         self._slots = self._make_slots(self._slots.count)

@@ -46,6 +46,7 @@ class PreemptionFlag:
         self._changed = threading.Condition()
         """Guards the four below."""
         self._reads = 0
+        """Those that have been answered."""
         self._is_held = False
         self._at_read: int | None = None
         self._is_closed = False
@@ -61,18 +62,22 @@ class PreemptionFlag:
         if self._wake < 0:
             self._install()
         with self._changed:
-            self._reads += 1
             if self._is_held and self._at_read is None:
                 self._changed.wait_for(lambda: self._at_read is not None, HOLD_S)
                 if self._at_read is None:
-                    self._at_read = self._reads
+                    self._at_read = self._reads + 1
+            self._reads += 1
             return self._at_read is not None and self._reads >= self._at_read
 
     def hold(self) -> None:
-        """The daemon asks: say how often it was read, and hold the next read."""
+        """The daemon asks: say how often it was read, and hold the next read.
+
+        A daemon that was restarted asks again, and hears the same again: a coordinator that forgot
+        what it had told some ranks comes to the same decision for the others.
+        """
         with self._changed:
             self._is_held = True
-            reads = self._reads
+            reads = self._reads if self._at_read is None else min(self._reads, self._at_read - 1)
         self._send(ReadsTold(reads=reads))
 
     def decide(self, at_read: int) -> None:

@@ -90,7 +90,8 @@ class Session:
         self._connection: Connection | None = None
         self._welcome: Welcome | None = None
         self._join: Join | None = None
-        self._is_joined = False
+        self._joined: Joined | None = None
+        """The place that this connection was given last."""
         self._has_left = False
         self._is_closed = False
         self._is_restoring = False
@@ -115,7 +116,7 @@ class Session:
             )
         with self._changed:
             self._connection, self._welcome = connection, welcome
-            self._is_joined = self._has_left = False
+            self._joined, self._has_left = None, False
             self._refusal = None
         return welcome
 
@@ -145,7 +146,7 @@ class Session:
         """Return once the rank has its place at a living daemon.
 
         Args:
-            join: the same in every call.
+            join: the same in every call, until the rank goes on as another attempt.
             timeout_s: how long a daemon that is away is waited for.
 
         Raises:
@@ -154,37 +155,44 @@ class Session:
         """
         with self._changed:
             self._join = join
-            if self._is_joined:
+            if self._has_place(join):
                 return
             if self._connection is None:
                 self._start_restoring()
                 self._changed.wait_for(lambda: not self._is_restoring, timeout_s)
-                if self._is_joined:
+                if self._has_place(join):
                     return
-                raise error_of(self._refusal, Rejected) if self._refusal else Unavailable(
-                    "daemon-lost",
-                    f"the daemon in {self.run_dir} is away, and did not come back within "
-                    f"{timeout_s:g} s",
-                    "is it being restarted? `milepost status` tells",
-                )  # fmt: skip
+                if self._refusal is not None:
+                    raise error_of(self._refusal, Rejected)
+                if self._connection is None:
+                    raise Unavailable(
+                        "daemon-lost",
+                        f"the daemon in {self.run_dir} is away, and did not come back within "
+                        f"{timeout_s:g} s",
+                        "is it being restarted? `milepost status` tells",
+                    )
         self._take_place(join)
 
-    def vacate(self) -> None:
-        """Have the next `ensure` ask for a place anew: the rank goes on as another attempt."""
-        with self._changed:
-            self._is_joined = False
+    def _has_place(self, join: Join) -> bool:
+        """Whether it is this place that the rank has: one that was restored meanwhile may be that
+        of its earlier attempt. The lock is held.
+        """
+        return self._joined is not None and self._joined.attempt == join.attempt
 
     def _take_place(self, join: Join) -> None:
         """Ask for the rank's place and wait for the answer."""
         with self._changed:
             connection = self._connection
+            self._refusal = None
             if connection is not None:
                 connection.send(join)
             self._changed.wait_for(
-                lambda: self._is_joined or self._refusal is not None or self._connection is None,
+                lambda: (
+                    self._has_place(join) or self._refusal is not None or self._connection is None
+                ),
                 JOIN_S,
             )
-            if self._is_joined:
+            if self._has_place(join):
                 return
             refusal = self._refusal
         if refusal is not None:
@@ -195,7 +203,7 @@ class Session:
         """Send a word about a save, now and to every daemon that comes after, until `settle`."""
         with self._changed:
             self._said[message.save.save_id] = message
-            if self._connection is not None and self._is_joined:
+            if self._connection is not None and self._join and self._has_place(self._join):
                 self._connection.send(message)
 
     def settle(self, save_id: str) -> None:
@@ -233,7 +241,7 @@ class Session:
         match message:
             case Joined():
                 with self._changed:
-                    self._is_joined = True
+                    self._joined = message
                     self._changed.notify_all()
             case Left():
                 with self._changed:
@@ -248,8 +256,7 @@ class Session:
 
     def _lost(self, cause: Cause) -> None:
         with self._changed:
-            self._connection = None
-            self._is_joined = False
+            self._connection = self._joined = None
             self._changed.notify_all()
             if not self._is_closed:
                 self._start_restoring()
@@ -282,10 +289,10 @@ class Session:
         """Reach the daemon and tell it all again; return why that is impossible, or None."""
         until_s = time.monotonic() + RESTORE_S
         while True:
+            with self._changed:
+                join = self._join
             try:
                 self.open()
-                with self._changed:
-                    join = self._join
                 if join is not None:
                     self._take_place(join)
                 self._say_again()
@@ -293,6 +300,8 @@ class Session:
                 return None
             except Rejected as error:
                 with self._changed:
+                    if self._join != join:
+                        continue  # The rank goes on as another attempt by now.
                     self._refusal = Cause(error.code, error.message, error.hint)
                 return self._refusal
             except MilepostError as error:

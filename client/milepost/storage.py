@@ -16,9 +16,7 @@ torch/distributed/checkpoint/filesystem.py (2.13).
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -34,9 +32,9 @@ from typing import TYPE_CHECKING, Final
 import msgpack
 import msgspec
 
+from milepost.blocks import write_blocks
 from milepost.errors import CorruptCheckpoint, Rejected, SaveFailed, StorageError, UsageError
 from milepost.format.heading import Heading, order_of, read_heading
-from milepost.format.layout import PAGE_BYTES
 from milepost.format.manifest import (
     FRAGMENT_PREFIX,
     METADATA_NAME,
@@ -58,12 +56,6 @@ BLOCK_BYTES: Final = 16 << 20
 report progress.
 """
 
-BUFFERED_WINDOW_BLOCKS: Final = 16
-"""Dirty blocks of one file before they are synced and dropped, where direct I/O is refused: an
-image must not push the data loader's files out of the page cache, nor collect there and then reach
-the device at once.
-"""
-
 NAME_BYTES_MAX: Final = 200
 """Longest checkpoint name: with save id and suffix it must stay below the 255 bytes of a path
 component.
@@ -77,12 +69,12 @@ KiB, and clocks differ.
 _TEMP_PREFIX: Final = ".tmp-"
 _ABORTED: Final = ".aborted"
 _REPLACED: Final = ".replaced"
+_RETIRED: Final = ".retired"
 _UNKNOWN_ID: Final = "0-0"
 _DELETE_TRIES: Final = 100
 _STEP_NAME: Final = re.compile(r"step_(\d+)")
 _SAVE_ID: Final = re.compile(r"\d[A-Za-z0-9_-]*")
 _LATER_FILE: Final = re.compile(r"__\d+_[1-9]\d*\.distcp")
-_LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 _CODES: Final = {
     errno.ENOSPC: "no-space",
@@ -241,7 +233,7 @@ class Root:
                     _unlink(entry.path)
                 elif _is_pruned(entry.name):
                     _delete_tree(Path(entry.path))
-                elif entry.name.endswith(_REPLACED):
+                elif entry.name.endswith((_REPLACED, _RETIRED)):
                     name = entry.name.rsplit(".", 2)[0]
                     self._restore(name, entry.name)
                     if (self.path / name / METADATA_NAME).exists():
@@ -297,7 +289,11 @@ class Root:
             )
 
     def claim_attempt(self, job: str) -> int:
-        """Take the next attempt number of this root, durably; no two callers get the same one."""
+        """Take the next attempt number of this root, durably; no two callers get the same one.
+
+        It is above those of all checkpoints that lie there, also of one copied from another root:
+        what is saved from now on is to be newer.
+        """
         content: bytes = msgpack.packb(
             {"job": job, "host": socket.gethostname(), "pid": os.getpid(), "at": time.time()}
         )
@@ -307,7 +303,8 @@ class Root:
                 for name in os.listdir(self._run)
                 if re.fullmatch(r"attempt-\d+", name)
             ]
-            attempt = max(taken, default=0) + 1
+            there = [entry.order[0] for entry in self.checkpoints()]
+            attempt = max([0, *taken, *there]) + 1
             while True:
                 claim = self._run / f"attempt-{attempt}"
                 try:
@@ -399,7 +396,7 @@ class Root:
                 file = os.open(path.name, flags, 0o666, dir_fd=folder)
                 try:
                     try:
-                        _write_blocks(file, flat, on_block, before_block, block_bytes)
+                        write_blocks(file, flat, on_block, before_block, block_bytes)
                     finally:
                         os.close(file)
                 except BaseException:
@@ -418,8 +415,8 @@ class Root:
         up.
 
         Raises:
-            Rejected: "already-committed" if the name is taken and `save.overwrite` is not set; the
-                save is untouched.
+            Rejected: "already-committed" if the name is taken, by a newer save or without
+                `save.overwrite`; the save is untouched.
             SaveFailed: "aborted" if it was given up, "outcome-unknown" if it is in neither place,
                 "internal" if it has no `.metadata`.
         """
@@ -633,13 +630,33 @@ class Root:
             is_there = "/" not in name and (self.path / name / METADATA_NAME).exists()
             return name if is_there else None
 
-    def remove_checkpoint(self, name: str) -> None:
+    def remove_checkpoint(self, name: str, save_id: str | None = None) -> bool:
         """Delete a checkpoint: it loses its name first, so that a crash leaves no half of one.
-        Missing is fine.
+
+        Args:
+            save_id: which save's it has to be: another may have got the name meanwhile, and is left
+                alone. None: whichever it is.
+
+        Returns whether it was there.
         """
         path = self.path / check_name(name)
         with _reported("remove", path):
-            self._remove(path)
+            if save_id is None:
+                return self._remove(path)
+            # Aside it can be looked at without its name being given to another; who is cut off here
+            # leaves what `prepare` puts back.
+            aside = self._aside(name, save_id, _RETIRED)
+            try:
+                os.rename(path, aside)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                return False  # Gone, or another is at it.
+            if self._save_id(aside) != save_id:
+                self._restore(name, aside.name)
+                return False
+            _sync_directory(self.path)
+            return self._remove(aside)
 
     # --- where a save went, and replacing ---------------------------------------------------------
 
@@ -704,19 +721,26 @@ class Root:
             return None
         if final.is_symlink() or not final.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        try:
-            old_id = read_heading(final).save_id
-        except CorruptCheckpoint:
-            old_id = ""
+        old_id = self._save_id(final)
         if old_id == save.save_id:
             return None  # Ours, published by another hand: the rename will find its source gone.
-        aside = f"{save.name}.{old_id if _SAVE_ID.fullmatch(old_id) else _UNKNOWN_ID}{_REPLACED}"
+        if order_of(old_id, 0) > order_of(save.save_id, 0):
+            # A save that was held up while another attempt went back and saved this name anew.
+            raise Rejected(
+                "already-committed",
+                f"save {save.save_id}: {final} holds save {old_id} by now, which is newer",
+                "nothing: this save was of a future that was given up",
+            )
+        aside = self._aside(save.name, old_id, _REPLACED).name
         self._remove(self._partial / aside)
         intent: bytes = msgpack.packb(
             msgspec.to_builtins(_Replacement(save.name, save.save_id, aside))
         )
         self.write_file(self._intent(save.name), intent)
-        os.rename(final, self._partial / aside)
+        try:
+            os.rename(final, self._partial / aside)
+        except FileNotFoundError:
+            return None  # Retention was quicker.
         return aside
 
     def _put_back(self, save: SaveRef) -> None:
@@ -755,18 +779,32 @@ class Root:
         if not source.exists():
             _unlink(self._intent(replacement.name))
 
-    def _remove(self, path: Path) -> None:
-        """Delete a directory under the root; by rename first, so that no half of it can be taken
-        for a whole.
+    def _aside(self, name: str, save_id: str, suffix: str) -> Path:
+        """Where a checkpoint lies that has lost its name to another, or is about to be deleted."""
+        known = save_id if _SAVE_ID.fullmatch(save_id) else _UNKNOWN_ID
+        return self._partial / f"{name}.{known}{suffix}"
+
+    @staticmethod
+    def _save_id(path: Path) -> str:
+        """Return whose checkpoint it is; empty if it is nobody's, or its manifest is damaged."""
+        try:
+            return read_heading(path).save_id
+        except CorruptCheckpoint:
+            return ""
+
+    def _remove(self, path: Path) -> bool:
+        """Delete a directory under the root, and return whether it was there; by rename first, so
+        that no half of it can be taken for a whole.
         """
         aside = self._partial / f"{path.name}.pruned-{secrets.token_hex(4)}"
         try:
             os.rename(path, aside)
         except FileNotFoundError:
-            return
+            return False
         _sync_directory(path.parent)
         _sync_directory(self._partial)
         _delete_tree(aside)
+        return True
 
 
 def _is_pruned(name: str) -> bool:
@@ -816,93 +854,6 @@ def _write_new(path: Path, data: bytes) -> None:
     except BaseException:
         _unlink(path)
         raise
-
-
-def _reserve(file: int, length: int) -> None:
-    """Ask for the space ahead, so that a full disk is found before the first byte is written.
-
-    Plain fallocate(2): where it is not supported glibc's emulation would write byte by byte. Only
-    what says that the file cannot fit is an error; for anything else the writes themselves tell.
-    """
-    while length and _LIBC.fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(length)):
-        number = ctypes.get_errno()
-        if number == errno.EINTR:
-            continue
-        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS):
-            raise OSError(number, os.strerror(number))
-        return
-
-
-def _set_direct(file: int, direct: bool) -> bool:
-    """Turn direct I/O on or off; False if the file system refuses.
-
-    By fcntl: an open with O_DIRECT that is refused may have created the file all the same.
-    """
-    flags = fcntl.fcntl(file, fcntl.F_GETFL)
-    wanted = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
-    try:
-        fcntl.fcntl(file, fcntl.F_SETFL, wanted)
-    except OSError:
-        return False
-    return True
-
-
-def _write_blocks(
-    file: int,
-    image: memoryview,
-    on_block: Callable[[int], None] | None,
-    before_block: Callable[[int, int], None] | None,
-    block_bytes: int,
-) -> None:
-    length = len(image)
-    _reserve(file, length)
-    whole = length - length % PAGE_BYTES
-    done = asked = 0
-
-    def ask_until(end: int) -> None:
-        nonlocal asked
-        # What a failed or short write has left was asked for already.
-        if before_block is not None and end > asked:
-            before_block(end - asked, length - asked)
-            asked = end
-
-    if _set_direct(file, True):
-        while done < whole:
-            wanted = min(block_bytes, whole - done)
-            ask_until(done + wanted)
-            try:
-                count = os.pwrite(file, image[done : done + wanted], done)
-            except OSError as error:
-                if error.errno == errno.EIO:
-                    raise
-                break  # A direct write may say EINVAL where a buffered one says why.
-            done += count
-            if on_block is not None and count:
-                on_block(count)
-            if count < wanted:
-                break
-        _set_direct(file, False)
-    buffered = done < length
-    unsynced = 0
-    while done < length:
-        wanted = min(block_bytes, length - done)
-        ask_until(done + wanted)
-        count = os.pwrite(file, image[done : done + wanted], done)
-        if not count:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        done += count
-        unsynced += count
-        if on_block is not None:
-            on_block(count)
-        if unsynced >= BUFFERED_WINDOW_BLOCKS * block_bytes:
-            os.fdatasync(file)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            unsynced = 0
-    os.fsync(file)
-    if buffered:
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    if os.fstat(file).st_size != length:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def _tidy(directory: Path) -> None:

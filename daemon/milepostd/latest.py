@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from milepost.claims import removable
+from milepost.claims import being_read, removable
 from milepost.protocol import Keep, SaveRef
 from milepost.storage import Root
 
@@ -72,7 +72,12 @@ class Latest:
 
 
 def _retain(root: Root, keep: Keep) -> tuple[str, ...]:
-    names = removable(root, root.checkpoints(), keep)
-    for name in names:
-        root.remove_checkpoint(name)
-    return tuple(names)
+    entries = root.checkpoints()
+    save_ids = {entry.name: entry.save_id for entry in entries}
+    # One may be long in being deleted, and the next may have found a reader meanwhile, or have been
+    # saved anew.
+    return tuple(
+        name
+        for name in removable(root, entries, keep)
+        if name not in being_read(root) and root.remove_checkpoint(name, save_ids[name])
+    )

@@ -93,7 +93,7 @@ def test_an_image_that_does_not_fit_shared_memory_is_refused_before_a_page_is_to
 TARGET = """
 import mmap, os, sys
 from pathlib import Path
-from milepost import storage
+from milepost import blocks, storage
 from milepost.errors import StorageError
 from milepost.format.manifest import Manifest, encode
 from milepost.protocol import SaveRef
@@ -127,7 +127,7 @@ def save(count, data):
 
 save(1, image)
 save(2, image)
-storage._reserve = lambda file, length: None
+blocks._reserve = lambda file, length: None
 save(3, image)
 print([each.name for each in root.checkpoints()], len(root.partials()))
 assert (root.path / "step_1" / "__0_0.distcp").read_bytes() == image

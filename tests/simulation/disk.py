@@ -1,11 +1,14 @@
-"""The directory that all nodes share, and what `milepost.storage` does in it, call by call.
+"""The directory that all nodes share, and what `milepost.storage` and `milepost.claims` do in it,
+call by call.
 
 Owns a small file system: directories, files and links, of which each unsynced change is lost at a
 crash by its own coin; and twins of the storage module's operations as generators that name a call
 before they make it, so that the world can cut, fail, delay or hang them anywhere. Knows no node, no
-network and no time. `test_simulation.py` runs the twins against the real module.
+network, and of time only the clock by which files are touched. `test_simulation.py` runs the twins
+against the real modules.
 
-Sources: `client/milepost/storage.py`, `daemon/milepostd/writer.py` and `planner_child.py`.
+Sources: `client/milepost/storage.py` and `claims.py`, `daemon/milepostd/writer.py` and
+`planner_child.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
+from milepost.claims import EXPIRY_S
 from milepost.errors import Rejected, SaveFailed
-from milepost.protocol import SaveRef, WrittenFile
+from milepost.protocol import Keep, SaveRef, WrittenFile
+from milepost.retention import doomed
 from milepost.storage import storage_error
 
 Result = TypeVar("Result")
@@ -35,6 +40,8 @@ FRAGMENT: Final = ".fragment-"
 TEMP: Final = ".tmp-"
 ABORTED: Final = ".aborted"
 REPLACED: Final = ".replaced"
+RETIRED: Final = ".retired"
+READING: Final = "reading-"
 LATEST: Final = "latest"
 BLOCKS: Final = 2
 """Write calls an image takes."""
@@ -94,6 +101,8 @@ class File:
     is_synced: bool = False
     changes: dict[int, Change] = field(default_factory=dict)
     is_link: bool = False
+    made_ns: int = 0
+    touched_ns: int = 0
 
 
 @dataclass(eq=False)
@@ -152,6 +161,8 @@ class Disk:
             self.root.entries[name] = self.root.durable[name] = Folder()
         self.on_named: Callable[[str, Inode | None], None] = lambda name, inode: None
         """Told each change of a name in the root: the new inode, or None."""
+        self.clock: Callable[[], int] = lambda: 0
+        """The file system's own clock, in nanoseconds."""
 
     @property
     def partial(self) -> Folder:
@@ -191,7 +202,7 @@ class Disk:
     def make_file(self, owner: str, folder: Folder, name: str, content: Content) -> File:
         if name in folder.entries:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        file = File(content)
+        file = File(content, made_ns=self.clock(), touched_ns=self.clock())
         self.unsynced[file] = owner
         self.change(owner, file, None, (folder, name))
         return file
@@ -217,6 +228,10 @@ class Disk:
         if isinstance(old, Folder) and old.entries:
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
         self.change(owner, inode, (source, name), (target, new))
+
+    def age_s(self, file: File) -> float:
+        """How long ago the file was touched."""
+        return (self.clock() - file.touched_ns) / 1e9
 
     def sync_file(self, file: File) -> None:
         file.is_synced = True
@@ -288,6 +303,11 @@ class Disk:
             if before.get(name) is not self.root.entries.get(name):
                 self.on_named(name, self.root.entries.get(name))
         return lost + len(dropped)
+
+
+def lease_on(lease: str) -> str:
+    """The checkpoint that a lease's file is for."""
+    return lease.removeprefix(READING).rpartition("-")[0]
 
 
 def reported(operation: str, path: str, calls: Calls[Result]) -> Calls[Result]:
@@ -397,7 +417,7 @@ class Root:
                 disk.unlink(self.owner, disk.partial, name)
             elif re.search(r"\.pruned-[0-9a-f]{8}$", name):
                 yield from self._delete_tree(disk.partial, name)
-            elif name.endswith(REPLACED):
+            elif name.endswith((REPLACED, RETIRED)):
                 final = name.rsplit(".", 2)[0]
                 yield from self._restore(final, name)
                 if self.has_index(final):
@@ -691,8 +711,76 @@ class Root:
         name = link.content if isinstance(link, File) else None
         return name if isinstance(name, str) and self.has_index(name) else None
 
-    def remove_checkpoint(self, name: str) -> Calls[None]:
-        yield from reported("remove", self.path, self._remove(self.disk.root, name))
+    def remove_checkpoint(self, name: str, save_id: str) -> Calls[bool]:
+        return (yield from reported("remove", self.path, self._retire(name, save_id)))
+
+    def _retire(self, name: str, save_id: str) -> Calls[bool]:
+        disk = self.disk
+        aside = f"{name}.{save_id or '0-0'}{RETIRED}"
+        yield "rename"
+        try:
+            disk.rename(self.owner, disk.root, name, disk.partial, aside)
+        except OSError:
+            return False
+        yield "open"
+        if self.heading(disk.partial.entries.get(aside))[0] != save_id:
+            yield from self._restore(name, aside)
+            return False
+        yield from self._sync(disk.root)
+        yield from self._remove(disk.partial, aside)
+        return True
+
+    # --- leases: who reads a checkpoint
+
+    def take_lease(self, name: str) -> Calls[str]:
+        """Return the lease's file; "" if there can be none, and the checkpoint is read without."""
+        lease = f"{READING}{name}-{self._token()}"
+        try:
+            yield "open"
+            file = self.disk.make_file(self.owner, self.disk.run, lease, "lease")
+        except OSError:
+            return ""
+        # It has no bytes that could be lost.
+        self.disk.sync_file(file)
+        return lease
+
+    def renew_lease(self, lease: str) -> Calls[None]:
+        with contextlib.suppress(OSError):
+            yield "utime"
+            file = self.disk.run.entries.get(lease)
+            if isinstance(file, File):
+                file.touched_ns = self.disk.clock()
+
+    def drop_lease(self, lease: str) -> Calls[None]:
+        yield "unlink"
+        self.disk.unlink(self.owner, self.disk.run, lease)
+
+    def being_read(self) -> Calls[frozenset[str]]:
+        """Return the names of checkpoints with a live lease; expired ones are removed."""
+        run = self.disk.run
+        yield "listdir"
+        found: set[str] = set()
+        for lease in [name for name in run.entries if name.startswith(READING)]:
+            # A probe tells the file system's time. Nobody ever looks at its name.
+            yield from ("open", "stat", "stat", "unlink")
+            file = run.entries.get(lease)
+            if not isinstance(file, File):
+                continue
+            if self.disk.age_s(file) >= EXPIRY_S:
+                yield "unlink"
+                self.disk.unlink(self.owner, run, lease)
+            else:
+                found.add(lease_on(lease))
+        return frozenset(found)
+
+    def removable(self, keep: Keep) -> Calls[dict[str, str]]:
+        """Return what no rule keeps, nobody reads, and `latest` does not name: whose save by name,
+        oldest first.
+        """
+        names = doomed(self.checkpoints(), keep)
+        save_ids = {name: self.heading(self.disk.root.entries[name])[0] for name in names}
+        held = {*(yield from self.being_read()), self.latest_target()}
+        return {name: save_ids[name] for name in names if name not in held}
 
     # --- where a save went, and replacing
 
@@ -728,6 +816,9 @@ class Root:
             return file.content
         return None
 
+    def _is_newer(self, old_id: str, save: SaveRef) -> bool:
+        return self._attempt(old_id) > self._attempt(save.save_id)
+
     def _put_aside(self, save: SaveRef) -> Calls[str | None]:
         disk = self.disk
         yield "stat"
@@ -737,12 +828,17 @@ class Root:
         old_id = self.heading(old)[0]
         if old_id == save.save_id:
             return None
+        if self._is_newer(old_id, save):
+            raise Rejected("already-committed", f"{save.name} holds {old_id} by now")
         aside = f"{save.name}.{old_id or '0-0'}{REPLACED}"
         yield from self._remove(disk.partial, aside)
         intent = Replacement(save.name, save.save_id, aside)
         yield from self.write_file(disk.run, f"replace-{save.name}", intent)
         yield "rename"
-        disk.rename(self.owner, disk.root, save.name, disk.partial, aside)
+        try:
+            disk.rename(self.owner, disk.root, save.name, disk.partial, aside)
+        except FileNotFoundError:
+            return None
         return aside
 
     def _restore(self, name: str, aside: str) -> Calls[None]:

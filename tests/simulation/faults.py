@@ -3,8 +3,9 @@
 What must be survived, at any moment and in any number, one after another and at once:
 
 * messages between daemons lost, late, doubled, reordered; networks cut, also in one direction;
-* a daemon killed, or stopped and continued; a trainer killed, also between sealing its image and
-  saying so; all trainers killed; a new attempt with another number of ranks;
+* a daemon killed, also right when a rank is told to go, or stopped and continued; a trainer killed,
+  also between sealing its image and saying so; all trainers killed; a new attempt with another
+  number of ranks;
 * a machine's power gone: its daemon, trainers and shared memory, and of the shared directory what
   it had not synced; with or without its run directory;
 * the power of all machines and of the storage gone at once: all that nobody had synced;
@@ -33,7 +34,7 @@ from tests.simulation.disk import Disk
 from tests.simulation.machine import Machine
 from tests.simulation.network import Network
 from tests.simulation.oracle import Oracle
-from tests.simulation.workload import Launcher
+from tests.simulation.workload import Attempt, Launcher
 from tests.simulation.world import Life, Process, World
 
 HUNG_S: Final = 120.0
@@ -44,6 +45,10 @@ KINDS: Final = (
     "die_when_staged", "crash_machine", "crash_site", "cut", "cut_one_way", "disk_full",
     "disk_fails", "disk_stale", "disk_hangs",
 )  # fmt: skip
+
+
+AMBUSH: Final = "ambush"
+"""What strikes at a chosen moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +67,15 @@ class FaultOptions:
     delay_s_max: float = 0.0
     calls_fail: float = 0.0
     """Probability that a system call fails, where the disk fails."""
+    ambushes: float = 0.0
+    """Probability that a daemon is killed right when a rank is told to go, or all go back."""
 
     def words(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def draw(rng: random.Random) -> FaultOptions:
-    """Draw a swarm: some kinds of faults, each run others."""
+def draw(rng: random.Random, ambushes: random.Random) -> FaultOptions:
+    """Draw a swarm: some kinds of faults, each run others; what was added from its own stream."""
     some = rng.sample(KINDS, rng.randint(0, 6))
     is_lossy = rng.random() < 0.6
     return FaultOptions(
@@ -80,6 +87,7 @@ def draw(rng: random.Random) -> FaultOptions:
         delay=rng.choice([0.0, 0.1, 0.5]) if is_lossy else 0.0,
         delay_s_max=rng.choice([0.05, 3.0, 30.0]),
         calls_fail=rng.choice([0.02, 0.3, 1.0]),
+        ambushes=ambushes.choice([0.0, 0.3, 1.0]),
     )
 
 
@@ -105,6 +113,7 @@ class Faults:
         self.oracle = oracle
         self.rng = world.rng("faults")
         self.calls = world.rng("calls")
+        self.ambushes = world.rng("ambushes")
         self.life = Life("faults")
         self.fired: dict[str, int] = {}
         self.troubles: dict[str, tuple[str, float]] = {}
@@ -113,6 +122,7 @@ class Faults:
         self.count = 0
         self.is_healed = False
         world.on_call = self.on_call
+        launcher.on_moment = self._ambush
         network.loss, network.doubling = options.loss, options.doubling
         network.delay, network.delay_s_max = options.delay, options.delay_s_max
         if options.kinds:
@@ -125,11 +135,30 @@ class Faults:
         if self.is_healed:
             return
         kind = self.rng.choice(self.options.kinds)
+        self._fires(kind)
+        getattr(self, f"_{kind}")()
+        self.world.after(self._pause_s(), self.life, self._strike)
+
+    def _fires(self, kind: str) -> None:
         self.fired[kind] = self.fired.get(kind, 0) + 1
         self.world.note("fault", kind)
         self.oracle.tell("fault", kind)
-        getattr(self, f"_{kind}")()
-        self.world.after(self._pause_s(), self.life, self._strike)
+
+    def _ambush(self, attempt: Attempt) -> None:
+        """Strike at a moment that few faults would hit by chance."""
+        rng = self.ambushes
+        if not self.is_healed and rng.random() < self.options.ambushes:
+            machine = attempt.machines[0 if rng.random() < 0.6 else -1]
+            after_s = rng.choice([0.001, 0.003, 0.5]) * rng.random()
+            self.world.after(after_s, self.life, self._spring, machine)
+
+    def _spring(self, machine: Machine) -> None:
+        if not self.is_healed and machine.daemon is not None:
+            self._fires(AMBUSH)
+            self.oracle.tell("killed:", machine.ref.node_id)
+            machine.lose_daemon()
+            after_s = self.ambushes.choice([0.0, 0.05, 1.0])
+            self.world.after(after_s, self.life, machine.start_daemon)
 
     def _machine(self) -> Machine:
         # The coordinator is worth more attention than one in many.
@@ -193,6 +222,9 @@ class Faults:
         machine.is_up = False
         for trainer in list(machine.trainers):
             self.launcher.kill(trainer)  # type: ignore[arg-type]
+        for reader in list(machine.readers):
+            reader.is_alive = False
+        machine.readers.clear()
         self.launcher.lose_claimant(machine.ref.node_id)
         machine.lose_daemon()
         machine.arenas.clear()

@@ -24,11 +24,12 @@ from milepost.protocol import (
     Leave,
     NodeRef,
     PeerMessage,
+    PreemptionNoticed,
+    ReadsTold,
     SaveRef,
     Staged,
     WrittenFile,
 )
-from milepost.retention import doomed
 from milepost.storage import storage_error
 from milepostd.core.commands import (
     AnyCommand,
@@ -71,6 +72,7 @@ from milepostd.core.events import (
     RankLeft,
     RankMessage,
     RankSaid,
+    RankSignalled,
     Retained,
     SessionLost,
     SessionOpened,
@@ -235,6 +237,9 @@ class Daemon(Life):
     def said(self, link: Link, message: RankMessage) -> None:
         link.to_daemon(RankSaid(session=link.number, message=message))
 
+    def signalled(self, link: Link, message: PreemptionNoticed | ReadsTold) -> None:
+        link.to_daemon(RankSignalled(session=link.number, message=message))
+
     def left(self, link: Link) -> None:
         link.to_daemon(RankLeft(session=link.number, message=Leave()))
 
@@ -391,6 +396,7 @@ class Daemon(Life):
     def _advance_latest(self, root: Root, save: SaveRef) -> Steps:
         try:
             yield from root.advance_latest(save)
+            self.machine.oracle.followed(save.save_id)
         except (MilepostError, OSError):
             self.machine.oracle.note_unmoved()
             self.following += 1
@@ -443,13 +449,16 @@ class Daemon(Life):
             return Retained(job=command.job, removed=())
         try:
             yield "listdir"
-            candidates = root.checkpoints()
-            latest = root.latest_target()
-            names = [name for name in doomed(candidates, command.keep) if name != latest]
-            self.machine.oracle.retaining(names, command.keep)
-            for name in names:
-                yield from root.remove_checkpoint(name)
-                removed.append(name)
+            oracle = self.machine.oracle
+            there = oracle.shown()
+            names = yield from root.removable(command.keep)
+            oracle.retaining(names, command.keep, there)
+            for name, save_id in names.items():
+                oracle.leases.looked_at_ns[name] = self.world.now_ns
+                if name in (yield from root.being_read()):
+                    continue
+                if (yield from root.remove_checkpoint(name, save_id)):
+                    removed.append(name)
         except (MilepostError, OSError):
             pass  # A checkpoint too many is no loss.
         return Retained(job=command.job, removed=tuple(removed))
@@ -486,6 +495,9 @@ class Machine:
     layouts: dict[tuple[str, int, str], None] = field(default_factory=dict)
     """What the planner's child keeps in the run directory."""
     trainers: dict[Life, None] = field(default_factory=dict)
+    readers: dict[Life, None] = field(default_factory=dict)
+    lost_at_ns: int = 0
+    """When a daemon ended here last."""
 
     def start_daemon(self) -> None:
         """Start the daemon, if the machine is up and none is running."""
@@ -509,6 +521,7 @@ class Machine:
         if daemon is None:
             return
         daemon.is_alive = False
+        self.lost_at_ns = self.world.now_ns
         for slot, count in daemon.reading.items():
             slot.readers -= count
         daemon.reading.clear()

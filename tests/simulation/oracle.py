@@ -7,16 +7,20 @@ changes nothing, and believes no node: a checkpoint is judged by its files.
 2. What anybody was told is committed is there after any crash, unless it was replaced or retained
    away by rule.
 3. No save has two outcomes, over all ranks and nodes.
-4. Each handle ends in bounded virtual time.
+4. Each handle ends in bounded virtual time after the last death of a daemon.
 5. Retention never removes the last good checkpoint, nor anything that a rule keeps.
 6. `latest` never names something incomplete.
 7. A slot is not filled anew while a writer reads it.
 8. The invariants of each node hold after each of its events.
+9. Retention removes nothing that somebody reads, and is not kept from it for ever (`readers.py`).
+10. `preempted` gives all ranks the same answer at the same read (`preemption.py`).
+11. After a step back `latest` follows the new branch, and the abandoned one takes nothing from it.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,6 +34,7 @@ from tests.simulation.disk import (
     MANIFEST,
     METADATA,
     REPLACED,
+    RETIRED,
     Disk,
     File,
     Folder,
@@ -38,11 +43,13 @@ from tests.simulation.disk import (
     Manifest,
     Replacement,
 )
+from tests.simulation.preemption import Preemptions
+from tests.simulation.readers import Leases
 from tests.simulation.world import SECOND_NS, World
 
 if TYPE_CHECKING:
     from tests.simulation.machine import Daemon, Slot
-    from tests.simulation.workload import Handle, Trainer
+    from tests.simulation.workload import Attempt, Handle, Trainer
 
 STORY_LINES: Final = 60
 """How much of what led to a violation is told."""
@@ -79,6 +86,10 @@ class Oracle:
     marks: dict[str, int] = field(default_factory=dict)
     """Log events, outcomes and codes seen, and how often."""
     story: deque[str] = field(default_factory=lambda: deque(maxlen=STORY_LINES))
+    begun: dict[str, int] = field(default_factory=dict)
+    """When each save was first called for."""
+    abandoned: dict[str, int] = field(default_factory=dict)
+    """Saves beyond the step to which their attempt went back, and when it did."""
     commits: int = 0
     checked: int = 0
     check_at: int = 1
@@ -87,10 +98,16 @@ class Oracle:
 
     def __post_init__(self) -> None:
         self.disk.on_named = self.named
+        self.leases = Leases(self)
+        self.preemptions = Preemptions(self)
 
     def fail(self, what: str) -> None:
         story = "\n  ".join(self.story)
         raise SafetyViolation(f"at {self.world.now_s:.6f} s: {what}\nwhat led to it:\n  {story}")
+
+    def be_late(self, what: str) -> None:
+        story = "\n  ".join(self.story)
+        raise LivenessViolation(f"at {self.world.now_s:.3f} s: {what}\n  {story}")
 
     def tell(self, *words: object) -> None:
         self.story.append(f"{self.world.now_s:12.6f} " + " ".join(str(word) for word in words))
@@ -110,6 +127,7 @@ class Oracle:
             broken = broken_invariants(node)
             if broken:
                 self.fail(f"node {daemon.node} after {event}: {broken}")
+        self.preemptions.handled(daemon, event, commands)
         if self.checks_every == 1:
             self.tell(daemon.node, _short(event), "->", *map(_short, commands))
 
@@ -158,10 +176,14 @@ class Oracle:
 
     def opened(self, handle: Handle, trainer: Trainer) -> None:
         self.open[id(handle)] = (handle, trainer)
+        self.begun.setdefault(handle.save.save_id, self.world.now_ns)
 
     def ended(self, handle: Handle) -> None:
         self.open.pop(id(handle), None)
         self.mark(f"handle:{handle.phase}")
+        if handle.cause is not None and handle.cause.code in ("protocol", "internal"):
+            # Nobody here breaks the protocol.
+            self.fail(f"save {handle.save.save_id} of rank {handle.rank} ends by {handle.cause}")
         self.outcome(handle.save.save_id, handle.phase, f"the handle of rank {handle.rank}")
 
     def died(self, trainer: Trainer) -> None:
@@ -187,13 +209,18 @@ class Oracle:
         return 20 + self.deadline_s + (self.deadline_s + 30) + (self.deadline_s + 30 + 17) + 95
 
     def check_handles(self) -> None:
+        lost_at_ns: dict[Attempt, int] = {}
         for handle, trainer in self.open.values():
-            age_s = (self.world.now_ns - handle.opened_at_ns) / SECOND_NS
+            attempt = trainer.attempt
+            if attempt not in lost_at_ns:
+                lost_at_ns[attempt] = max(machine.lost_at_ns for machine in attempt.machines)
+            # A daemon that is killed begins the deadline anew in its next life.
+            since_ns = max(handle.opened_at_ns, lost_at_ns[attempt])
+            age_s = (self.world.now_ns - since_ns) / SECOND_NS
             if age_s > self.handle_s_max:
-                raise LivenessViolation(
-                    f"at {self.world.now_s:.3f} s: the handle of rank {trainer.rank} for "
-                    f"{handle.save.save_id} is {handle.phase} after {age_s:.0f} s, more than "
-                    f"{self.handle_s_max:.0f} s\n  " + "\n  ".join(self.story)
+                self.be_late(
+                    f"the handle of rank {trainer.rank} for {handle.save.save_id} is "
+                    f"{handle.phase} after {age_s:.0f} s, more than {self.handle_s_max:.0f} s"
                 )
 
     # --- the directory
@@ -206,7 +233,11 @@ class Oracle:
             self.check_latest()
             return
         self.tell("root:", name, "is gone" if inode is None else "is there")
+        self.leases.named(name, inode)
         if not isinstance(inode, Folder):
+            for save_id, (other, _) in self.names.items():
+                if other == name and "committed" in self.outcomes.get(save_id, {}):
+                    self._check_there(save_id)
             return
         manifest = self._check_complete(name, inode)
         self.names[manifest.save_id] = (name, manifest.step)
@@ -220,6 +251,12 @@ class Oracle:
             self.fail(f"save {manifest.save_id} becomes {name}, and was told to be {told}")
         for save_id, (other, _) in self.names.items():
             if other == name and save_id != manifest.save_id and save_id not in self.gone:
+                is_older = order_of(manifest.save_id)[0] < order_of(save_id)[0]
+                if is_older and "committed" in self.outcomes.get(save_id, {}):
+                    self.fail(
+                        f"save {save_id} was committed as {name}, and {manifest.save_id}, of an "
+                        "abandoned future, takes its place"
+                    )
                 self.gone[save_id] = f"replaced by {manifest.save_id}"
         self.gone.pop(manifest.save_id, None)
 
@@ -273,10 +310,22 @@ class Oracle:
         """Whether the old checkpoint lies aside with an intent that will bring a whole one back."""
         intent = self.disk.run.entries.get(f"replace-{name}")
         content = intent.content if isinstance(intent, File) else None
-        return isinstance(content, Replacement) and content.aside in self.disk.partial.entries
+        if isinstance(content, Replacement) and content.aside in self.disk.partial.entries:
+            return True
+        return any(
+            part.startswith(f"{name}.") and part.endswith(RETIRED)
+            for part in self.disk.partial.entries
+        )
 
     def _lies_aside(self, save_id: str, name: str) -> bool:
-        return f"{name}.{save_id}{REPLACED}" in self.disk.partial.entries
+        """Whether it lies whole where it is given its name back, now or at the next start."""
+        for part, inode in self.disk.partial.entries.items():
+            if part.startswith(f"{name}.") and part.endswith((REPLACED, RETIRED)):
+                manifest = inode.entries.get(MANIFEST) if isinstance(inode, Folder) else None
+                content = manifest.content if isinstance(manifest, File) else None
+                if isinstance(content, Manifest) and content.save_id == save_id:
+                    return True
+        return False
 
     def _check_there(self, save_id: str) -> None:
         if save_id in self.gone:
@@ -301,33 +350,60 @@ class Oracle:
                 self._check_complete(name, inode)
         self.check_latest()
 
-    def retaining(self, doomed: list[str], keep: Keep) -> None:
-        """The coordinator is about to remove these."""
+    def shown(self) -> list[tuple[tuple[int, int, int], str]]:
+        """Return order and name of each checkpoint, newest first."""
         there: list[tuple[tuple[int, int, int], str]] = []
         for name, inode in self.disk.root.entries.items():
             if isinstance(inode, Folder) and not name.startswith("."):
                 manifest = self._check_complete(name, inode)
-                attempt, _, count = manifest.save_id.partition("-")
-                there.append(((int(attempt), manifest.step, int(count)), name))
-        there.sort(reverse=True)
+                attempt, count = order_of(manifest.save_id)
+                there.append(((attempt, manifest.step, count), name))
+        return sorted(there, reverse=True)
+
+    @staticmethod
+    def kept(keep: Keep, there: Sequence[tuple[tuple[int, int, int], str]]) -> set[str]:
+        """Return the names that a rule keeps."""
         kept = {name for _, name in there[: max(1, keep.last)]}
         for order, name in there:
             step = order[1]
             if step in keep.protect or any(step % every == 0 for every in keep.every):
                 kept.add(name)
-        if kept & set(doomed):
+        return kept
+
+    def retaining(
+        self,
+        doomed: dict[str, str],
+        keep: Keep,
+        there: Sequence[tuple[tuple[int, int, int], str]],
+    ) -> None:
+        """The coordinator is about to remove these, of what it saw."""
+        if self.kept(keep, there) & doomed.keys():
             self.fail(f"retention by {keep} removes {doomed} of {there}")
-        for name in doomed:
+        for save_id in doomed.values():
             self.mark("retained")
-            for save_id, (other, _) in self.names.items():
-                if other == name:
-                    self.gone.setdefault(save_id, "retained away")
+            self.gone.setdefault(save_id, "retained away")
+
+    def followed(self, save_id: str) -> None:
+        """`latest` names this save, or another: none that was abandoned before this one began."""
+        link = self.disk.root.entries.get(LATEST)
+        name = str(link.content) if isinstance(link, File) else ""
+        folder = self.disk.root.entries.get(name)
+        if isinstance(folder, Folder):
+            found = self._check_complete(name, folder).save_id
+            was_abandoned_ns = self.abandoned.get(found)
+            if was_abandoned_ns is not None and self.begun[save_id] >= was_abandoned_ns:
+                self.fail(f"save {save_id} is a checkpoint, and latest is {found}, abandoned")
 
     def note_unmoved(self) -> None:
         self.mark("latest.unmoved")
 
-    def check_end(self) -> None:
-        """After the last save, a clean start and no fault: all that was told is under its name."""
+    def check_end(self, line: Sequence[Handle], keep: Keep, *, is_following: bool) -> None:
+        """After the last save, a clean start and no fault: all that was told is under its name.
+
+        Args:
+            line: the saves of the last attempt that were not abandoned, oldest first.
+            is_following: a daemon has yet to move `latest`, and retention waits for it.
+        """
         for save_id, told in self.outcomes.items():
             if "committed" in told and save_id not in self.gone:
                 name = self.names[save_id][0]
@@ -339,6 +415,24 @@ class Oracle:
             self.disk.root.entries.get(str(link.content)), Folder
         ):
             self.fail(f"latest is {link}")
+        committed = [
+            handle.save.name
+            for handle in line
+            if "committed" in self.outcomes.get(handle.save.save_id, {})
+        ]
+        if isinstance(link, File) and committed and link.content != committed[-1]:
+            self.fail(f"latest is {link.content}, and the last save became {committed[-1]}")
+        there = self.shown()
+        if keep == Keep() or is_following:
+            return
+        if len(there) > len(self.kept(keep, there)):
+            self.fail(f"retention by {keep} has left {there}")
+
+
+def order_of(save_id: str) -> tuple[int, int]:
+    """Attempt and count."""
+    attempt, _, count = save_id.partition("-")
+    return int(attempt), int(count)
 
 
 def _short(value: Any) -> str:

@@ -9,12 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from milepost.protocol import Keep, NodeRef
+from tests.simulation import preemption, readers
 from tests.simulation.disk import Disk, Folder
 from tests.simulation.faults import FaultOptions, Faults, draw
 from tests.simulation.machine import Machine
 from tests.simulation.network import Network
 from tests.simulation.oracle import LivenessViolation, Oracle
-from tests.simulation.workload import Launcher, Work
+from tests.simulation.preemption import SignalOptions, Signals
+from tests.simulation.readers import ReaderOptions, Readers
+from tests.simulation.workload import ROOT, Attempt, Launcher, Work
 from tests.simulation.world import SECOND_NS, World
 
 LARGE_NODES: Final = 64
@@ -34,12 +37,15 @@ class Options:
     is_embedded: bool
     work: Work
     faults: FaultOptions
+    signals: SignalOptions
+    readers: ReaderOptions
 
     def words(self) -> dict[str, Any]:
         found = {"seed": self.seed, "nodes": self.nodes, "ranks_per_node_max": self.ranks_per_node}
         found["embedded"] = self.is_embedded
-        found |= {f"work.{name}": value for name, value in asdict(self.work).items()}
-        found |= {f"faults.{name}": value for name, value in self.faults.words().items()}
+        for part in ("work", "faults", "signals", "readers"):
+            words = asdict(getattr(self, part))
+            found |= {f"{part}.{name}": value for name, value in words.items()}
         return found
 
 
@@ -58,7 +64,8 @@ class Result:
 
 def draw_options(seed: int, nodes: int = 0) -> Options:
     """Draw everything from the seed; `nodes` 0: that too."""
-    rng = World(seed).rng("options")
+    world = World(seed)
+    rng = world.rng("options")
     count = nodes or rng.choice([1, 1, 2, 2, 3, 3, 4, 5, 8])
     is_large = count >= LARGE_NODES
     deadline_s = rng.choice([5.0, 20.0, 60.0])
@@ -79,11 +86,15 @@ def draw_options(seed: int, nodes: int = 0) -> Options:
         prepares=rng.random() < 0.4,
         leaves_early=rng.choice([0.0, 0.5]),
     )
-    faults = draw(rng)
+    faults = draw(rng, world.rng("ambush options"))
     if is_large:
         # A handful of attempts: each costs the square of the number of nodes.
         work = replace(work, interval_s=max(work.interval_s, 1.0))
         faults = replace(faults, lasts_s=20.0, interval_s=max(faults.interval_s, 8.0))
+    # From streams of their own, so that what was drawn above stays what it was.
+    signals = preemption.draw(world, is_large=is_large)
+    loads = world.rng("loads").choice([0.0, 0.0, 0.1, 0.4])
+    work = replace(work, reads=signals.reads, loads=loads)
     return Options(
         seed=seed,
         nodes=count,
@@ -91,6 +102,8 @@ def draw_options(seed: int, nodes: int = 0) -> Options:
         is_embedded=rng.random() < 0.5,
         work=work,
         faults=faults,
+        signals=signals,
+        readers=readers.draw(world),
     )
 
 
@@ -103,6 +116,7 @@ class Run:
         world = World(options.seed, grain=16 if is_large else 1)
         self.world = world
         self.disk = Disk()
+        self.disk.clock = lambda: world.now_ns
         self.oracle = Oracle(
             world, self.disk, options.work.deadline_s, checks_every=1000 if is_large else 1
         )
@@ -126,6 +140,8 @@ class Run:
         self.faults = Faults(
             world, options.faults, machines, self.network, self.disk, self.launcher, self.oracle
         )
+        self.signals = Signals(world, options.signals, self.launcher, self.oracle)
+        self.readers = Readers(world, options.readers, machines, self.oracle, ROOT)
 
     def until(self, at_s: float) -> None:
         """Let everything happen up to this instant."""
@@ -156,42 +172,98 @@ class Run:
         self.launcher.start()
         self.until(self.options.faults.lasts_s)
         self.faults.heal()
+        self.signals.heal()
+        self.readers.heal()
+        self.oracle.preemptions.healed_at_ns = self.world.now_ns
         healed_at_s = self.world.now_s
         # What was under way comes to its end, or to its deadline.
         self.launcher.is_stopping = True
         self.until(healed_at_s + self.oracle.handle_s_max + 5)
         self.oracle.check_handles()
-        self._check_next_save()
-        self.oracle.check_end()
-        return self._result()
-
-    def _check_next_save(self) -> None:
-        """Start a new attempt on all nodes: its first save must become a checkpoint, soon."""
+        self.oracle.preemptions.check_turned(self.launcher.attempt)
         attempt = self.launcher.attempt
         if attempt is not None and not attempt.is_over:
             self.launcher.broken(attempt)
             self.until(self.world.now_s + 41)
+        if self.options.work.reads:
+            self._check_preemption()
+        if self.options.work.loads:
+            self._check_branch()
+        self._check_end(self._check_next_save())
+        return self._result()
+
+    def _judged(self, work: Work) -> Attempt:
+        """Start an attempt on all nodes, in which all must go well."""
         started = self.launcher.attempts
-        ended: dict[str, dict[str, str]] = {}
-        self.launcher.start(on_all=True, saves=2)
+        self.launcher.start(on_all=True, work=work)
+        until_s = self.world.now_s + NEXT_SAVE_S
+        while self.launcher.attempts == started:
+            if self.world.now_s > until_s:
+                raise LivenessViolation("after the healing no attempt could start")
+            self.until(self.world.now_s + 0.1)
+        assert self.launcher.attempt is not None
+        return self.launcher.attempt
+
+    def _finish(self, attempt: Attempt) -> None:
+        """Let it come to its end: all saves of which are to be committed."""
         until_s = self.world.now_s + NEXT_SAVE_S + 2 * self.options.work.deadline_s
+        ended: dict[str, dict[str, str]] = {}
         while self.world.now_s < until_s:
             self.until(self.world.now_s + 1)
-            attempt = self.launcher.attempt
-            if attempt is None or self.launcher.attempts == started:
-                continue
-            first = 1 + attempt.work.prepares
-            wanted = [f"{attempt.number}-{count}" for count in (first, first + 1)]
-            ended = {save_id: self.oracle.outcomes.get(save_id, {}) for save_id in wanted}
-            if all(ended.values()) and attempt.is_over:
+            saves = [handle.save.save_id for handle in attempt.line]
+            ended = {save_id: self.oracle.outcomes.get(save_id, {}) for save_id in saves}
+            if attempt.is_over and all(ended.values()):
                 break
-        if attempt is None or self.launcher.attempts == started:
-            raise LivenessViolation("after the healing no attempt could start")
-        if any(set(told) != {"committed"} for told in ended.values()):
-            raise LivenessViolation(
-                f"after the healing, the saves of attempt {attempt.number} ended as {ended}\n  "
-                + "\n  ".join(self.oracle.story)
+        is_well = all(set(told) == {"committed"} for told in ended.values())
+        if not (attempt.is_over and ended and is_well):
+            self.oracle.be_late(
+                f"after the healing, the saves of attempt {attempt.number} ended as {ended}"
             )
+
+    def _check_next_save(self) -> Attempt:
+        """Start a new attempt on all nodes: its saves must become checkpoints, soon."""
+        attempt = self._judged(self.options.work.quiet(2))
+        self._finish(attempt)
+        if len(attempt.line) != 2:
+            self.oracle.be_late(f"after the healing {len(attempt.line)} saves were made, not 2")
+        return attempt
+
+    def _check_preemption(self) -> None:
+        """Tell one rank to go: all must go at one read, in time, and what they save then must
+        become a checkpoint.
+        """
+        work = self.options.work
+        work = replace(work.quiet(4), reads=work.reads, interval_s=max(1.0, work.interval_s))
+        attempt = self._judged(work)
+        rng = self.signals.rng
+        until_s = self.world.now_s + NEXT_SAVE_S
+        while not all(trainer.flag.reads for trainer in attempt.trainers):
+            if self.world.now_s > until_s:
+                raise LivenessViolation("after the healing training does not begin")
+            self.until(self.world.now_s + 0.01)
+        self.until(self.world.now_s + rng.random() * work.interval_s)
+        if not attempt.is_over:
+            self.signals.signal(attempt, [rng.choice(attempt.trainers)])
+        self._finish(attempt)
+        staying = [trainer.rank for trainer in attempt.trainers if not trainer.flag.is_true]
+        if staying:
+            self.oracle.be_late(f"ranks {staying} were never told to go")
+
+    def _check_branch(self) -> None:
+        """Go back a step after each save but the last: every new branch must be followed."""
+        attempt = self._judged(replace(self.options.work.quiet(4), loads=1.0))
+        self._finish(attempt)
+        self._check_end(attempt)
+
+    def _check_end(self, attempt: Attempt) -> None:
+        # Retention comes after the commit, and removes one after another.
+        self.until(self.world.now_s + 5)
+        daemons = [machine.daemon for machine in self.machines.values()]
+        self.oracle.check_end(
+            attempt.line,
+            self.options.work.keep,
+            is_following=any(daemon is not None and daemon.following for daemon in daemons),
+        )
         names = [n for n, i in self.disk.root.entries.items() if isinstance(i, Folder)]
         self.world.note("names", sorted(names))
 
@@ -202,11 +274,11 @@ class Run:
             events=self.world.events,
             virtual_s=self.world.now_s,
             attempts=self.launcher.attempts,
-            fired=self.faults.fired,
+            fired=self.faults.fired | self.signals.fired | self.readers.fired,
             marks=dict(sorted(self.oracle.marks.items())),
         )
 
 
 NEXT_SAVE_S: Final = 60.0
-"""After the healing: from the start of an attempt until its two saves are committed, beside the
-saves' own deadlines."""
+"""After the healing: from the start of an attempt until its saves are committed, beside the saves'
+own deadlines."""

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from milepost.claims import EXPIRY_S, being_read, reading
 from milepost.errors import MilepostError
 from milepost.format.manifest import Manifest as RealManifest
 from milepost.format.manifest import encode
-from milepost.protocol import Keep, SaveRef
+from milepost.protocol import Keep, PreemptionDecided, SaveRef
 from milepost.storage import Root
 from milepostd.core.phases import COORDINATOR, PARTICIPANT, Phase, Trigger
+from milepostd.core.preemption import Preemption
 from milepostd.core.save import Coordination, Participation, _Role
+from milepostd.latest import _retain
 from tests.simulation import __main__ as command
-from tests.simulation.disk import MANIFEST, METADATA, Disk, File, Image, Manifest, finish
+from tests.simulation import branches, disk, faults, preemption, readers
+from tests.simulation.disk import MANIFEST, METADATA, Calls, Disk, File, Image, Manifest, finish
 from tests.simulation.disk import Root as Twin
 from tests.simulation.explore import Faults, Walk, begin_staged
 from tests.simulation.machine import Daemon
 from tests.simulation.oracle import LivenessViolation, SafetyViolation
 from tests.simulation.run import Options, Result, Run, draw_options
+from tests.simulation.workload import Trainer
 
-SEEDS = 60
+SEEDS = 75
 
 FOUND = {
     3: "a directory half deleted under `.partial` was given its final name back by `prepare`",
@@ -42,10 +48,15 @@ FOUND = {
     175: "a save that was given up was finished by the next life of its only node, unheard by any",
     105: "the same, with a coordinator that had forgotten the save",
     111: "a coordinator that had forgotten a save called it aborted, since it was retained away",
+    144: "a save that was held up replaced that of a newer attempt, which was told to be committed",
+    158: "a daemon that was restarted after `load()` gave a rank its place in the attempt before",
+    456: "retention removed what had been saved anew under the name of what it was to remove",
+    592: "a save failed since retention removed what it was to replace at that moment",
+    202: "a coordinator that was killed after its decision told the others to go a step later",
     831: "`Fail` of an earlier attempt was answered with `failed`, without a look at the directory",
 }
 """Seeds that found a fault when they were first run, and what. What is drawn has changed since, so
-each fault of the core has a scenario of its own in `tests/unit/test_save_machine.py`.
+each has a scenario of its own in `tests/unit/`.
 """
 
 Row = tuple[type[_Role], Phase, Trigger]
@@ -89,9 +100,8 @@ def test_whatever_goes_wrong_nothing_is_lost_and_the_next_save_is_committed(
 
 @pytest.mark.slow
 def test_every_kind_of_fault_has_struck(swarm: tuple[list[Result], set[Row]]) -> None:
-    from tests.simulation.faults import KINDS
-
-    assert set(KINDS) == {kind for result in swarm[0] for kind in result.fired}
+    kinds = {*faults.KINDS, faults.AMBUSH, preemption.KIND, *readers.KINDS}
+    assert kinds == {kind for result in swarm[0] for kind in result.fired}
 
 
 @pytest.mark.slow
@@ -110,7 +120,7 @@ def test_what_should_be_seen_is_seen(swarm: tuple[list[Result], set[Row]]) -> No
         "message.dropped", "session.lost", "daemon.draining", "retained", "handle:committed",
         "handle:failed", "handle:skipped", "handle:outcome-unknown", "code:no-space",
         "code:io-error", "code:rank-missing", "code:node-missing", "code:structure-changed",
-        "code:aborted", "code:timeout",
+        "code:aborted", "code:timeout", "job.preempted", "preempted", "read", "branch",
     } - seen  # fmt: skip
 
 
@@ -158,8 +168,9 @@ def test_all_orders_of_a_save_of_three_nodes_without_a_fault_end_in_a_checkpoint
 # --- the oracles see what they should
 
 
-def run_all(seeds: int, nodes: int) -> None:
-    for seed in range(seeds):
+def run_all(first: int, nodes: int) -> None:
+    """Run a hundred seeds, from shortly before the first that is known to find what is wrong."""
+    for seed in range(first, first + 100):
         Run(draw_options(seed, nodes)).go()
 
 
@@ -171,14 +182,31 @@ def remove_newest(checkpoints: list[Any], keep: Keep) -> list[str]:
     return [name for name, _, _ in checkpoints[:1]] if keep.last else []
 
 
+def no_reader(root: Twin) -> Calls[frozenset[str]]:
+    yield "listdir"
+    return frozenset()
+
+
+def decide_early(preemption: Preemption, at_read: int) -> PreemptionDecided:
+    job = preemption.job
+    return PreemptionDecided(job=job.job, attempt=job.attempt, at_read=at_read - 1)
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "wrong", "sentence", "first"),
     [
         (Twin, "_sync", no_sync, "is not synced", 0),
-        ("tests.simulation.machine", "doomed", remove_newest, "retention by", 0),
+        ("tests.simulation.disk", "doomed", remove_newest, "retention by", 0),
         (Participation, "is_recalled", property(lambda role: False, lambda role, value: None),
-         "has two outcomes", 290),
+         "has two outcomes", 370),
         (Twin, "_is_published", lambda root, save: False, "latest is None", 0),
+        (Preemption, "_decision", decide_early, "preempted is True on rank", 0),
+        (Twin, "being_read", no_reader, "retention removes", 0),
+        (disk, "EXPIRY_S", 1e9, "retention by .* has left", 0),
+        (branches, "_begin_branch", lambda trainer, number: None, "latest is .* abandoned", 0),
+        (Twin, "_is_newer", lambda root, old_id, save: False, "takes its place", 160),
+        (Trainer, "_has_place", lambda trainer, place: trainer.joined is not None,
+         "ends by Cause.*protocol", 0),
     ],
 )  # fmt: skip
 @pytest.mark.slow
@@ -194,10 +222,8 @@ def test_a_fault_that_is_put_in_is_found(
         monkeypatch.setattr(f"{owner}.{name}", wrong)
     else:
         monkeypatch.setattr(owner, name, wrong, raising=False)
-    # From a seed shortly before the first that finds it.
     with pytest.raises(SafetyViolation, match=sentence):
-        for seed in range(first, first + 100):
-            Run(draw_options(seed, 3)).go()
+        run_all(first, 3)
 
 
 def test_a_daemon_that_loses_its_timers_is_found_by_its_handles(
@@ -205,7 +231,25 @@ def test_a_daemon_that_loses_its_timers_is_found_by_its_handles(
 ) -> None:
     monkeypatch.setattr(Daemon, "_timer_over", lambda daemon, timer, at_ns: None)
     with pytest.raises(LivenessViolation):
-        run_all(200, 2)
+        run_all(60, 2)
+
+
+def test_a_removal_of_whatever_has_the_name_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def retire(root: Twin, name: str, save_id: str) -> Calls[bool]:
+        yield from root._remove(root.disk.root, name)
+        return True
+
+    monkeypatch.setattr(Twin, "_retire", retire)
+    with pytest.raises(SafetyViolation, match=r"was committed as .* which is not there"):
+        run_all(0, 1)
+
+
+def test_ranks_that_are_asked_and_not_heard_are_found_by_the_time_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Preemption, "reads_told", lambda preemption, rank, reads: [])
+    with pytest.raises(LivenessViolation, match="nothing is wrong, and decided without a rank"):
+        run_all(0, 2)
 
 
 def _raise(error: Exception) -> Callable[[Run], Result]:
@@ -245,7 +289,8 @@ SAVES = [
 ]
 ACTS = [
     "open", "write", "index", "publish", "publish", "latest", "give_up", "forestall", "discard",
-    "remove", "prepare", "all", "all",
+    "remove", "prepare", "all", "all", "all", "lease", "lease", "expire", "release", "read",
+    "retain",
 ]  # fmt: skip
 
 
@@ -259,6 +304,12 @@ class Both:
         self.real.prepare()
         self.disk = Disk()
         self.twin = Twin(self.disk, "node", random.Random(1), str(path))
+        self.readers: list[tuple[AbstractContextManager[None], str]] = []
+        """Who reads, at the real root and at its twin."""
+
+    def close(self) -> None:
+        while self.readers:
+            self.readers.pop()[0].__exit__(None, None, None)
 
     def do(self, act: str, save: SaveRef) -> tuple[str, str]:
         if act == "all":
@@ -266,6 +317,14 @@ class Both:
                 answers = self.do(each, save)
                 assert answers[0] == answers[1], (each, answers)
             act = "latest"
+        elif act == "lease":
+            reader = reading(self.real, save.name)
+            reader.__enter__()
+            self.readers.append((reader, finish(self.twin.take_lease(save.name))))
+        elif act == "release" and self.readers:
+            known, lease = self.readers.pop()
+            known.__exit__(None, None, None)
+            finish(self.twin.drop_lease(lease))
         return self._said(lambda: self._real(act, save)), self._said(lambda: self._twin(act, save))
 
     @staticmethod
@@ -303,9 +362,16 @@ class Both:
             case "discard":
                 real.discard(save)
             case "remove":
-                real.remove_checkpoint(save.name)
+                return str(real.remove_checkpoint(save.name, save.save_id))
             case "prepare":
                 real.prepare()
+            case "expire":
+                for path in real.run_path.glob(f"reading-{save.name}-*"):
+                    os.utime(path, (0, 0))
+            case "read":
+                return " ".join(sorted(being_read(real)))
+            case "retain":
+                return " ".join(_retain(real, Keep(last=1)))
         return None
 
     def _twin(self, act: str, save: SaveRef) -> object:
@@ -334,9 +400,21 @@ class Both:
             case "discard":
                 finish(twin.discard(save))
             case "remove":
-                finish(twin.remove_checkpoint(save.name))
+                return str(finish(twin.remove_checkpoint(save.name, save.save_id)))
             case "prepare":
                 finish(twin.prepare())
+            case "expire":
+                for lease, file in self.disk.run.entries.items():
+                    if lease.startswith(f"reading-{save.name}-") and isinstance(file, File):
+                        file.touched_ns = -int((EXPIRY_S + 1) * 1e9)
+            case "read":
+                return " ".join(sorted(finish(twin.being_read())))
+            case "retain":
+                return " ".join(
+                    name
+                    for name, save_id in finish(twin.removable(Keep(last=1))).items()
+                    if finish(twin.remove_checkpoint(name, save_id))
+                )
         return None
 
     @staticmethod
@@ -361,6 +439,9 @@ class Both:
             "intents": sorted(
                 path.name for path in (real.path / ".milepost-run").glob("replace-*")
             ),
+            "leases": sorted(
+                path.name.rpartition("-")[0] for path in real.run_path.glob("reading-*")
+            ),
         }, {
             "checkpoints": [
                 (name, step, twin.heading(disk.root.entries[name])[0])
@@ -369,17 +450,23 @@ class Both:
             "partial": sorted(disk.partial.entries),
             "latest": link.content if isinstance(link, File) else None,
             "intents": sorted(name for name in disk.run.entries if name.startswith("replace-")),
+            "leases": sorted(
+                name.rpartition("-")[0] for name in disk.run.entries if name.startswith("reading-")
+            ),
         }
 
 
 @settings(max_examples=60)
-@given(acts=st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, len(SAVES) - 1)), max_size=14))
+@given(acts=st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, len(SAVES) - 1)), max_size=20))
 def test_the_simulated_disk_does_what_the_storage_module_does(
     acts: list[tuple[str, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     both = Both(tmp_path_factory.mktemp("root"))
-    for act, index in acts:
-        real, twin = both.do(act, SAVES[index])
-        assert real == twin, act
-        pictures = both.pictures()
-        assert pictures[0] == pictures[1]
+    try:
+        for act, index in acts:
+            real, twin = both.do(act, SAVES[index])
+            assert real == twin, act
+            pictures = both.pictures()
+            assert pictures[0] == pictures[1]
+    finally:
+        both.close()

@@ -4,14 +4,15 @@ A `Trainer` is one rank in one attempt; its methods are twins of the client's. T
 what torchrun and a scheduler are: it starts an attempt, ends it when a rank is gone, and starts the
 next one, perhaps with another number of ranks. Knows nothing of what goes wrong, or why.
 
-Sources: `client/milepost/checkpointer.py`, `session.py`, `staging.py`, `save.py`.
+Sources: `client/milepost/checkpointer.py`, `session.py`, `staging.py`, `save.py`. How a trainer is
+preempted and goes back a step is in `preemption.py` and `branches.py`.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from milepost.embedded import START_S
@@ -29,6 +30,10 @@ from milepost.protocol import (
     Left,
     NodeRef,
     Offered,
+    Preempted,
+    PreemptionNoticed,
+    ReadsTold,
+    ReadsWanted,
     Refused,
     SaveRef,
     Skipped,
@@ -45,8 +50,10 @@ from milepost.session import (
     RETRY_S,
     SaveWord,
 )
+from tests.simulation.branches import Choice, load
 from tests.simulation.disk import Image, Root
 from tests.simulation.machine import Arena, Link, Machine, Slot
+from tests.simulation.preemption import Flag
 from tests.simulation.world import Life, Sleep, Steps, Until, World
 
 if TYPE_CHECKING:
@@ -100,6 +107,14 @@ class Work:
     """Layouts are asked for ahead of the first save."""
     leaves_early: float = 0.0
     """Probability that a rank ends right after it has staged its last save."""
+    loads: float = 0.0
+    """Probability that all ranks go back to an earlier step after a save."""
+    reads: int = 0
+    """Steps between two saves, at each of which `preempted` is read; 0: it never is."""
+
+    def quiet(self, saves: int) -> Work:
+        """The same, with nothing that ends a save on purpose."""
+        return replace(self, saves=saves, aborts=0.0, strays=0.0, skips=False, loads=0.0, reads=0)
 
 
 class Trainer(Life):
@@ -109,17 +124,25 @@ class Trainer(Life):
         super().__init__(machine.ref.node_id)
         self.attempt = attempt
         self.rank = rank
+        self.number = attempt.number
+        """The attempt's number as this rank knows it."""
+        self.base = attempt.first_step
+        """The step that its saves are counted from."""
+        self.step_last = -1
+        """Greatest step that was committed under this number, or may be yet."""
         self.machine = machine
         self.world: World = attempt.launcher.world
         self.rng = random.Random(f"{self.world.seed}/trainer/{attempt.number}/{rank}")
         self.work = attempt.work
         self.link: Link | None = None
-        self.is_joined = False
+        self.joined: Joined | None = None
+        """The place that this link was given last."""
         self.has_left = False
         self.is_closed = False
         self.is_restoring = False
         self.refusal: Cause | None = None
-        self.has_place_wanted = False
+        self.place: Join | None = None
+        """The place that was last asked for."""
         self.said: dict[str, SaveWord] = {}
         self.saves: dict[str, Handle] = {}
         self.held: dict[str, Slot] = {}
@@ -129,7 +152,10 @@ class Trainer(Life):
         self.arena: Arena | None = None
         self.retired: list[Arena] = []
         self.generation = 0
+        self.count = 0
+        """Saves so far, under all numbers."""
         self.structure = "s0"
+        self.flag = Flag(self)
         machine.trainers[self] = None
 
     # --- the session
@@ -172,7 +198,7 @@ class Trainer(Life):
             link = yield from self._hello_once()
             if link is not None:
                 self.link = link
-                self.is_joined = self.has_left = False
+                self.joined, self.has_left = None, False
                 self.refusal = None
                 self.notify()
                 self._watch(link)
@@ -194,8 +220,7 @@ class Trainer(Life):
             self._watch(link)
 
     def _lost(self) -> None:
-        self.link = None
-        self.is_joined = False
+        self.link = self.joined = None
         self.notify()
         if not self.is_closed:
             self._start_restoring()
@@ -217,14 +242,17 @@ class Trainer(Life):
     def _find_again(self) -> Steps:
         until_ns = self.world.now_ns + int(RESTORE_S * 1e9)
         while True:
+            place = self.place
             try:
                 yield from self.open()
-                if self.has_place_wanted:
-                    yield from self._take_place()
+                if place is not None:
+                    yield from self._take_place(place)
                 for word in list(self.said.values()):
                     self._send(word)
                 return None
             except Rejected as error:
+                if self.place != place:
+                    continue  # The rank goes on as another attempt by now.
                 self.refusal = Cause(error.code, error.message, error.hint)
                 return self.refusal
             except MilepostError:
@@ -236,25 +264,39 @@ class Trainer(Life):
         if self.link is not None:
             self.link.daemon.said(self.link, word)
 
+    def signal(self, message: PreemptionNoticed | ReadsTold) -> None:
+        if self.link is not None:
+            self.link.daemon.signalled(self.link, message)
+
     def ensure(self) -> Steps:
-        self.has_place_wanted = True
-        if self.is_joined:
+        self.place = place = self.attempt.join(self.rank, self.number)
+        if self._has_place(place):
             return
         if self.link is None:
             self._start_restoring()
             yield Until(lambda: not self.is_restoring, MISSING_S)
-            if self.is_joined:
+            if self._has_place(place):
                 return
             if self.refusal is not None:
                 raise Rejected(self.refusal.code, self.refusal.message)
-            raise Unavailable("daemon-lost", f"the daemon of {self.node} is away")
-        yield from self._take_place()
+            if self.link is None:
+                raise Unavailable("daemon-lost", f"the daemon of {self.node} is away")
+        yield from self._take_place(place)
 
-    def _take_place(self) -> Steps:
+    def _has_place(self, place: Join | None) -> bool:
+        """Whether it is this place: one that was restored may be that of an earlier attempt."""
+        return (
+            self.joined is not None and place is not None and self.joined.attempt == place.attempt
+        )
+
+    def _take_place(self, place: Join) -> Steps:
+        self.refusal = None
         if self.link is not None:
-            self.link.daemon.joined(self.link, self.attempt.join(self.rank))
-        yield Until(lambda: self.is_joined or self.refusal is not None or self.link is None, JOIN_S)
-        if self.is_joined:
+            self.link.daemon.joined(self.link, place)
+        yield Until(
+            lambda: self._has_place(place) or self.refusal is not None or self.link is None, JOIN_S
+        )
+        if self._has_place(place):
             return
         if self.refusal is not None:
             raise Rejected(self.refusal.code, self.refusal.message)
@@ -262,13 +304,13 @@ class Trainer(Life):
 
     def say(self, word: SaveWord) -> None:
         self.said[word.save.save_id] = word
-        if self.link is not None and self.is_joined:
+        if self.link is not None and self._has_place(self.place):
             self._send(word)
 
     def heard(self, message: DaemonMessage) -> None:
         match message:
             case Joined():
-                self.is_joined = True
+                self.joined = message
             case Left():
                 self.has_left = True
             case Refused():
@@ -280,6 +322,10 @@ class Trainer(Life):
                 self._concluded(message)
             case SlotFreed():
                 self._free_slot(message.save_id)
+            case ReadsWanted():
+                self.flag.hold()
+            case Preempted():
+                self.flag.decide(message.at_read)
             case _:
                 pass
         self.notify()
@@ -305,6 +351,8 @@ class Trainer(Life):
         if handle is None:
             return
         handle.phase, handle.cause = phase, cause
+        if phase in ("committed", "outcome-unknown"):
+            self.step_last = max(self.step_last, handle.save.step)
         self.layouts_ready.pop(save_id, None)
         self.oracle.ended(handle)
         self.notify()
@@ -323,9 +371,11 @@ class Trainer(Life):
     # --- saving
 
     def save(self, step: int, *, is_last: bool = False) -> Steps:
-        ref = self.attempt.ref(step, self.rank)
+        ref = self.ref(step)
         handle = Handle(ref, self.rank, self.world.now_ns)
         self.saves[ref.save_id] = handle
+        if self.rank == 0:
+            self.attempt.line.append(handle)
         self.oracle.opened(handle, self)
         try:
             yield from self.ensure()
@@ -337,9 +387,20 @@ class Trainer(Life):
             self._send(AbortWanted(save=ref))
         return handle
 
+    def ref(self, step: int, *, is_plan_only: bool = False) -> SaveRef:
+        self.count += 1
+        return SaveRef(
+            job=JOB,
+            save_id=f"{self.number}-{self.count}",
+            step=step,
+            name="prepare" if is_plan_only else f"step_{step}",
+            overwrite=True,
+            is_plan_only=is_plan_only,
+        )
+
     def prepare(self) -> Steps:
         """Ask for layouts, in the background of the real client; a failure costs nothing."""
-        ref = self.attempt.ref(0, self.rank, is_plan_only=True)
+        ref = self.ref(0, is_plan_only=True)
         handle = Handle(ref, self.rank, self.world.now_ns)
         self.saves[ref.save_id] = handle
         try:
@@ -419,10 +480,10 @@ class Trainer(Life):
         if self.layout_id == layout_id and self.arena is not None:
             return
         self._drop_retired()
-        path = f"/shm/{JOB}-{self.attempt.number}-r{self.rank}-g{self.generation}"
+        path = f"/shm/{JOB}-{self.number}-r{self.rank}-g{self.generation}"
         self.generation += 1
         slots = tuple(Slot() for _ in range(self.work.slots))
-        arena = Arena(path, JOB, self.attempt.number, self.rank, layout_id, slots)
+        arena = Arena(path, JOB, self.number, self.rank, layout_id, slots)
         self.machine.arenas[path] = arena
         if self.arena is not None:
             self.retired.append(self.arena)
@@ -445,20 +506,26 @@ class Trainer(Life):
 
     # --- the end
 
+    def close_arenas(self) -> None:
+        """Unlink the shared memory; a writer that has it open goes on."""
+        for arena in [*self.retired, *([] if self.arena is None else [self.arena])]:
+            self.machine.arenas.pop(arena.path, None)
+        self.retired, self.arena, self.layout_id = [], None, ""
+
     def close(self) -> Steps:
         self.is_closed = True
+        self.flag.is_closed = True
         is_quiet = yield Until(lambda: not self.saves, self.work.deadline_s + JOIN_S)
-        if is_quiet and self.link is not None and self.is_joined:
+        if is_quiet and self.link is not None and self.joined is not None:
             self.link.daemon.left(self.link)
             yield Until(lambda: self.has_left or self.link is None, LEAVE_S)
         self.link = None
         if is_quiet:
-            for arena in [*self.retired, *([] if self.arena is None else [self.arena])]:
-                self.machine.arenas.pop(arena.path, None)
+            self.close_arenas()
 
     # --- the loop
 
-    def train(self, first_step: int) -> Steps:
+    def train(self) -> Steps:
         """Train and save until the attempt is over."""
         work, attempt = self.work, self.attempt
         try:
@@ -469,18 +536,33 @@ class Trainer(Life):
         if work.prepares:
             yield from self.prepare()
         for number in range(1, work.saves + 1):
-            yield Sleep(work.interval_s * (0.5 + self.rng.random() / 10))
+            if (yield from self._step_until_save(number)):
+                break
             self.structure = attempt.structure_of(number, self.rank)
-            yield from self.save(first_step + number * 10, is_last=number == work.saves)
+            yield from self.save(self.base + number * 10, is_last=number == work.saves)
             # The next step's collective: nobody goes on before all have called save.
-            attempt.arrived[number] = attempt.arrived.get(number, 0) + 1
-            if attempt.arrived[number] == len(attempt.ranks):
-                for trainer in attempt.trainers:
-                    trainer.notify()
-            yield Until(lambda: attempt.arrived[number] == len(attempt.ranks), 1e6)  # noqa: B023
+            yield from attempt.meet(number)
+            if attempt.is_going_back(number):
+                root = Root(self.machine.disk, self.node, self.rng, ROOT)
+                yield from load(self, number, root)
         if self.rng.random() >= work.leaves_early:
             yield from self.close()
         self.world.after(0, None, attempt.launcher.ended, self)
+
+    def _step_until_save(self, number: int) -> Steps:
+        """Train up to a save; return whether the rank is to go, its state saved."""
+        work, attempt = self.work, self.attempt
+        train_s = work.interval_s * (0.5 + self.rng.random() / 10)
+        if not work.reads:
+            yield Sleep(train_s)
+            return False
+        for step in range(1, work.reads + 1):
+            yield Sleep(train_s / work.reads)
+            if (yield from self.flag.read()):
+                yield from self.save(self.base + (number - 1) * 10 + step)
+                return True
+            yield from attempt.meet((number, step))
+        return False
 
 
 @dataclass(eq=False)
@@ -495,12 +577,16 @@ class Attempt:
     """Index of each rank's machine."""
     first_step: int
     trainers: list[Trainer] = field(default_factory=list)
-    arrived: dict[int, int] = field(default_factory=dict)
+    arrived: dict[int | tuple[int, int], int] = field(default_factory=dict)
+    """How many ranks have come to each collective."""
     is_over: bool = False
     ended: int = 0
     """Ranks that came to their end by themselves."""
-    counts: dict[int, int] = field(default_factory=dict)
     structures: list[tuple[str, int]] = field(default_factory=list)
+    line: list[Handle] = field(default_factory=list)
+    """Rank 0's saves that were not abandoned, oldest first."""
+    choices: dict[int, Choice] = field(default_factory=dict)
+    """What rank 0 chose to go back to, by the number of the save before."""
 
     def __post_init__(self) -> None:
         self.cohort: tuple[NodeRef, ...] = tuple(machine.ref for machine in self.machines)
@@ -510,28 +596,35 @@ class Attempt:
             shape += rng.random() < self.work.reshapes
             stray = rng.randrange(len(self.ranks)) if rng.random() < self.work.strays else -1
             self.structures.append((f"s{shape}", stray))
+        self.rng = random.Random(f"{self.launcher.world.seed}/back/{self.number}")
+        self.back = [self.rng.random() < self.work.loads for _ in range(self.work.saves)]
 
-    def join(self, rank: int) -> Join:
+    def is_going_back(self, number: int) -> bool:
+        """Whether all ranks load an earlier step after this save."""
+        return number < self.work.saves and self.back[number]
+
+    def meet(self, what: int | tuple[int, int]) -> Steps:
+        """A collective: nobody goes on before all have come."""
+        self.arrived[what] = self.arrived.get(what, 0) + 1
+        if self.arrived[what] == len(self.ranks):
+            self.notify()
+        yield Until(lambda: self.arrived[what] == len(self.ranks), 1e6)
+
+    def notify(self) -> None:
+        """Something has changed that ranks may wait for."""
+        for trainer in self.trainers:
+            trainer.notify()
+
+    def join(self, rank: int, number: int) -> Join:
         return Join(
             job=JOB,
-            attempt=self.number,
+            attempt=number,
             root=ROOT,
             rank=rank,
             node_of_rank=self.ranks,
             cohort=self.cohort,
             keep=self.work.keep,
             deadline_s=self.work.deadline_s,
-        )
-
-    def ref(self, step: int, rank: int, *, is_plan_only: bool = False) -> SaveRef:
-        self.counts[rank] = count = self.counts.get(rank, 0) + 1
-        return SaveRef(
-            job=JOB,
-            save_id=f"{self.number}-{count}",
-            step=step,
-            name="prepare" if is_plan_only else f"step_{step}",
-            overwrite=True,
-            is_plan_only=is_plan_only,
         )
 
     def structure_of(self, number: int, rank: int) -> str:
@@ -557,27 +650,31 @@ class Launcher:
         self.is_starting = False
         self.attempts = 0
         self.claimant: Life | None = None
+        self.on_moment: Callable[[Attempt], None] = lambda attempt: None
+        """Told that a rank is told to go, or that all go back a step."""
         self.dying: set[int] = set()
         """Ranks of the present attempt that die as soon as they have staged."""
 
-    def start(self, *, after_s: float = 0.0, on_all: bool = False, saves: int = 0) -> None:
-        """Begin an attempt soon."""
-        if not self.is_starting and (saves or self.attempts < ATTEMPTS_MAX):
+    def start(
+        self, *, after_s: float = 0.0, on_all: bool = False, work: Work | None = None
+    ) -> None:
+        """Begin an attempt soon, with other work than usual if that is given."""
+        if not self.is_starting and (work is not None or self.attempts < ATTEMPTS_MAX):
             self.is_starting = True
-            self.world.after(after_s, self.life, self._begin, on_all, saves)
+            self.world.after(after_s, self.life, self._begin, on_all, work)
 
-    def _begin(self, on_all: bool, saves: int) -> None:
+    def _begin(self, on_all: bool, work: Work | None) -> None:
         up = [machine for machine in self.machines if machine.is_up]
         if not up:
             self.is_starting = False
-            self.start(after_s=1.0, on_all=on_all, saves=saves)
+            self.start(after_s=1.0, on_all=on_all, work=work)
             return
         chosen = up if on_all or self.rng.random() < 0.6 else up[: self.rng.randint(1, len(up))]
         per_node = [self.rng.randint(1, self.ranks_per_node_max) for _ in chosen]
         ranks = tuple(index for index, count in enumerate(per_node) for _ in range(count))
         # Rank 0 of the attempt to be: what it has not synced goes with its machine, and so does it.
         self.claimant = Life(chosen[0].ref.node_id)
-        self.world.spawn(self.claimant, self._claim(chosen, ranks, saves))
+        self.world.spawn(self.claimant, self._claim(chosen, ranks, work))
 
     def lose_claimant(self, node: str) -> None:
         """The machine is down on which an attempt is being prepared."""
@@ -587,7 +684,7 @@ class Launcher:
             if not self.is_stopping:
                 self.start(after_s=2.0)
 
-    def _claim(self, chosen: Sequence[Machine], ranks: tuple[int, ...], saves: int) -> Steps:
+    def _claim(self, chosen: Sequence[Machine], ranks: tuple[int, ...], work: Work | None) -> Steps:
         """What rank 0 does first; a disk that fails is tried again."""
         root = Root(chosen[0].disk, chosen[0].ref.node_id, self.rng, ROOT)
         try:
@@ -596,18 +693,14 @@ class Launcher:
         except (MilepostError, OSError):
             self.claimant = None
             self.is_starting = False
-            if not self.is_stopping or saves:
-                self.start(after_s=2.0, saves=saves)
+            if not self.is_stopping or work is not None:
+                self.start(after_s=2.0, work=work)
             return
         there = [(name, step) for name, step, _ in root.checkpoints() if step >= 0]
         back = 1 if self.rng.random() < self.work.rewinds and len(there) > 1 else 0
         step = there[back][1] if there else 0
-        work = self.work
-        if saves:
-            work = Work(
-                **{**_fields(work), "saves": saves, "aborts": 0.0, "strays": 0.0, "skips": False}
-            )
-        attempt = Attempt(self, number, work, chosen, ranks, step)
+        attempt = Attempt(self, number, work or self.work, chosen, ranks, step)
+        self.oracle.preemptions.begun(attempt, number)
         self.world.note("attempt", number, len(chosen), ranks[:8], step)
         self.attempts += 1
         self.attempt = attempt
@@ -618,7 +711,7 @@ class Launcher:
             trainer = Trainer(attempt, rank, chosen[index])
             attempt.trainers.append(trainer)
         for trainer in attempt.trainers:
-            self.world.spawn(trainer, trainer.train(step))
+            self.world.spawn(trainer, trainer.train())
 
     def is_dying_when_staged(self, trainer: Trainer) -> bool:
         """Whether this trainer ends here, between sealing its slot and saying so."""
@@ -670,7 +763,3 @@ class Launcher:
     @property
     def is_training(self) -> bool:
         return self.attempt is not None and not self.attempt.is_over
-
-
-def _fields(work: Work) -> dict[str, Any]:
-    return {name: getattr(work, name) for name in work.__dataclass_fields__}

@@ -8,9 +8,11 @@ from pathlib import Path
 import msgpack
 import pytest
 
+from milepost.claims import reading
 from milepost.format.manifest import MANIFEST_NAME, Manifest, encode
-from milepost.protocol import SaveRef
+from milepost.protocol import Keep, SaveRef
 from milepost.storage import Root
+from milepostd.latest import _retain
 
 
 def publish(root: Root, save_id: str, step: int) -> SaveRef:
@@ -73,6 +75,26 @@ def test_latest_is_not_moved_to_what_retention_has_removed(root: Root) -> None:
     root.remove_checkpoint("step_60")
     assert not root.advance_latest(gone)
     assert root.latest_target() is None
+
+
+def test_a_checkpoint_that_finds_a_reader_while_another_is_deleted_stays(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for count in (1, 2, 3):
+        root.advance_latest(publish(root, f"1-{count}", count))
+    remove = Root.remove_checkpoint
+    lease = reading(root, "step_2")
+
+    def slow(self: Root, name: str, save_id: str | None = None) -> bool:
+        if name == "step_1":
+            lease.__enter__()
+        return remove(self, name, save_id)
+
+    monkeypatch.setattr(Root, "remove_checkpoint", slow)
+    assert ("step_1",) == _retain(root, Keep(last=1))
+    lease.__exit__(None, None, None)
+    monkeypatch.setattr(Root, "remove_checkpoint", remove)
+    assert ("step_2",) == _retain(root, Keep(last=1))
 
 
 def test_what_could_not_be_moved_is_unpublished_only_where_it_was_and_without_an_intent(

@@ -128,15 +128,16 @@ class FakeHost(Host):
     """A machine of sixteen cores: two threads in this process, three in the planner's."""
 
     OWN = os.getpid()
-    PLANNER = 4000
-    TRAINER = 5000
+    # Far above what a kernel gives: this process may have any number below.
+    PLANNER = 10_004_000
+    TRAINER = 10_005_000
 
     def __init__(self, inherited: str = "0-15", cpuset: str = "0-15", refuse: int = 0) -> None:
         super().__init__()
         self.cpuset = cores(cpuset)
         self.refuse = refuse
         self.masks = {self.OWN: cores(inherited), self.OWN + 1: cores(inherited)}
-        self.masks |= dict.fromkeys((4000, 4001, 4002), cores(inherited))
+        self.masks |= dict.fromkeys((10_004_000, 10_004_001, 10_004_002), cores(inherited))
         self.nice = 0
         self.has_niced_session = False
         self.io = (0, 0)
@@ -190,7 +191,7 @@ class FakeHost(Host):
         return {self.masks[self.OWN], self.masks[self.OWN + 1]}
 
     def planner(self) -> set[frozenset[int]]:
-        return {self.masks[each] for each in (4000, 4001, 4002)}
+        return {self.masks[each] for each in (10_004_000, 10_004_001, 10_004_002)}
 
 
 def settled(
@@ -266,12 +267,12 @@ def test_all_threads_and_the_planner_move_away_from_trainers_and_back(
     caplog.set_level("INFO")
     host = FakeHost()
     place = settled(host)
-    host.masks |= {5000: cores("0-3"), 6000: cores("4-7")}
-    place.follow([5000], host.PLANNER)
+    host.masks |= {10_005_000: cores("0-3"), 10_006_000: cores("4-7")}
+    place.follow([10_005_000], host.PLANNER)
     assert {cores("4-15")} == host.own() == host.planner()
-    place.follow([5000, 6000], host.PLANNER)
+    place.follow([10_005_000, 10_006_000], host.PLANNER)
     assert {cores("8-15")} == host.own() == host.planner()
-    place.follow([5000, 6000], host.PLANNER)
+    place.follow([10_005_000, 10_006_000], host.PLANNER)
     assert "apart from the trainers' cores 0-7" == place.picture()["cpus_reason"]
     place.follow([], host.PLANNER)
     assert {cores("0-15")} == host.own() == host.planner()
@@ -282,21 +283,21 @@ def test_all_threads_and_the_planner_move_away_from_trainers_and_back(
 def test_a_trainer_that_pins_itself_late_is_noticed() -> None:
     host = FakeHost()
     place = settled(host)
-    host.masks[5000] = cores("0-15")
-    place.follow([5000], None)
+    host.masks[10_005_000] = cores("0-15")
+    place.follow([10_005_000], None)
     assert {cores("0-15")} == host.own()
-    host.masks[5000] = cores("0-1")
-    place.follow([5000], None)
+    host.masks[10_005_000] = cores("0-1")
+    place.follow([10_005_000], None)
     assert {cores("2-15")} == host.own()
 
 
 def test_a_planner_that_started_while_the_daemon_moved_goes_after_it() -> None:
     host = FakeHost()
     place = settled(host)
-    host.masks[5000] = cores("0-7")
-    place.follow([5000], None)
+    host.masks[10_005_000] = cores("0-7")
+    place.follow([10_005_000], None)
     assert {cores("0-15")} == host.planner()
-    place.follow([5000], host.PLANNER)
+    place.follow([10_005_000], host.PLANNER)
     assert {cores("8-15")} == host.planner()
 
 
@@ -305,10 +306,10 @@ def test_a_trainer_that_cannot_be_seen_keeps_the_daemon_where_it_is_and_a_dead_o
 ):
     host = FakeHost()
     place = settled(host)
-    host.masks[5000] = cores("0-7")
-    place.follow([5000, None], host.PLANNER)
+    host.masks[10_005_000] = cores("0-7")
+    place.follow([10_005_000, None], host.PLANNER)
     assert {cores("0-15")} == host.own()
-    place.follow([5000, 7777], 8888)
+    place.follow([10_005_000, 10_007_777], 10_008_888)
     assert {cores("8-15")} == host.own()
 
 
@@ -317,7 +318,7 @@ def test_a_planner_that_ends_while_it_is_moved_is_no_refusal(
 ) -> None:
     host = FakeHost()
     place = settled(host)
-    host.masks[5000] = cores("0-7")
+    host.masks[10_005_000] = cores("0-7")
     real = host.threads
 
     def threads(pid: int) -> list[int]:
@@ -326,7 +327,7 @@ def test_a_planner_that_ends_while_it_is_moved_is_no_refusal(
         return real(pid)
 
     monkeypatch.setattr(host, "threads", threads)
-    place.follow([5000], host.PLANNER)
+    place.follow([10_005_000], host.PLANNER)
     assert {cores("8-15")} == host.own()
     assert [] == caplog.records
 
@@ -336,8 +337,8 @@ def test_with_cores_given_trainers_are_not_looked_at(cpus: str) -> None:
     host = FakeHost()
     place = settled(host, cpus=cpus)
     chosen, host.looks = host.own(), 0
-    host.masks[5000] = cores("0-7")
-    place.follow([5000], host.PLANNER)
+    host.masks[10_005_000] = cores("0-7")
+    place.follow([10_005_000], host.PLANNER)
     assert (chosen, 0) == (host.own(), host.looks)
 
 

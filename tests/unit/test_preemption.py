@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from milepost.preemption import PreemptionFlag
 from milepost.protocol import (
     Join,
     Message,
@@ -126,6 +129,39 @@ def test_a_rank_that_never_tells_is_waited_for_a_bounded_time() -> None:
     assert [] == pair.told[0]
     pair.pass_time(5)
     assert all(set(pair.told[rank]) == {9} for rank in range(4))
+
+
+class Watched(threading.Condition):
+    """Tells when somebody begins to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_waiting = threading.Event()
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        self.is_waiting.set()
+        return super().wait_for(predicate, timeout)
+
+
+def test_a_rank_that_is_asked_again_says_the_same_while_it_is_held_and_when_it_is_to_go() -> None:
+    said: list[object] = []
+    flag = PreemptionFlag(lambda: None, said.append)
+    changed = flag._changed = Watched()
+    answers: list[bool] = []
+    reader = threading.Thread(target=lambda: answers.append(flag.read()))
+    try:
+        assert not any(flag.read() for _ in range(3))
+        flag.hold()
+        reader.start()
+        assert changed.is_waiting.wait(60)
+        flag.hold()
+        flag.decide(4)
+        reader.join(60)
+        flag.hold()
+    finally:
+        flag.close()
+    assert [True] == answers
+    assert [ReadsTold(reads=3)] * 3 == said
 
 
 def test_a_rank_that_joins_later_hears_of_it_and_a_new_attempt_does_not() -> None:

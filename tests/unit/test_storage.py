@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from milepost import blocks
 from milepost import storage as storage_module
 from milepost.errors import MilepostError, Rejected, SaveFailed, StorageError, UsageError
 from milepost.format.layout import PAGE_BYTES
@@ -115,6 +116,11 @@ def test_attempts_are_numbered_on_from_the_newest(root: Root) -> None:
     assert [1, 2] == [root.claim_attempt("run-7"), root.claim_attempt("run-8")]
     (root.path / ".milepost-run" / "attempt-41").touch()
     assert 42 == root.claim_attempt("run-7")
+    old = root.open_save(SaveRef("run-7", "57-3", 10, "step_10"))
+    root.write_file(old / ".milepost", encode(Manifest(save_id="57-3", step=10)))
+    root.write_file(old / ".metadata", b"index")
+    old.rename(root.path / "step_10")
+    assert 58 == root.claim_attempt("run-7"), "a checkpoint from elsewhere is older than ours"
     claim = msgpack.unpackb((root.path / ".milepost-run" / "attempt-2").read_bytes())
     assert ("run-8", os.getpid()) == (claim["job"], claim["pid"])
 
@@ -183,7 +189,7 @@ def test_an_image_of_any_length_is_written_exactly(
     root: Root, monkeypatch: pytest.MonkeyPatch, length: int, direct: bool
 ) -> None:
     if not direct:
-        monkeypatch.setattr(storage_module, "_set_direct", lambda file, direct: False)
+        monkeypatch.setattr(blocks, "_set_direct", lambda file, direct: False)
     image = image_of(length)
     counts: list[int] = []
     path = root.open_save(SAVE) / "__0_0.distcp"
@@ -275,7 +281,7 @@ def test_after_a_direct_write_is_refused_or_cut_short_the_rest_goes_buffered(
 def test_a_write_that_fails_half_way_leaves_no_file_and_says_why(
     root: Root, monkeypatch: pytest.MonkeyPatch, number: int, code: str
 ) -> None:
-    monkeypatch.setattr(storage_module, "_set_direct", lambda file, direct: False)
+    monkeypatch.setattr(blocks, "_set_direct", lambda file, direct: False)
     monkeypatch.setattr(os, "pwrite", Writes(1, number))
     directory = root.open_save(SAVE)
     with pytest.raises(StorageError) as caught:
@@ -347,7 +353,7 @@ def test_a_written_image_does_not_stay_in_the_page_cache(
     image = image_of(4 * PAGE_BYTES)
     libc = ctypes.CDLL(None)
     root.write_image(directory / "direct", image)
-    monkeypatch.setattr(storage_module, "_set_direct", lambda file, direct: False)
+    monkeypatch.setattr(blocks, "_set_direct", lambda file, direct: False)
     root.write_image(directory / "buffered", image)
     (directory / "plain").write_bytes(image)
 
@@ -375,9 +381,9 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 root = Root(sys.argv[1])
 directory = root.open_save(SaveRef("j", "1-1", 1, "step_1"))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-from milepost import storage
+from milepost import blocks
 if sys.argv[2] == "late":
-    storage._reserve = lambda file, length: None
+    blocks._reserve = lambda file, length: None
 import mmap
 try:
     root.write_image(directory / "f", memoryview(mmap.mmap(-1, 409_600)))
@@ -638,6 +644,21 @@ def test_overwriting_replaces_a_checkpoint_and_discarding_deletes_the_old_one(ro
     assert "committed" == root.give_up(save)
 
 
+@pytest.mark.parametrize("late_id", ["1-7", "2-2"])
+def test_a_save_that_was_held_up_does_not_replace_a_newer_one(root: Root, late_id: str) -> None:
+    late = save_of(30, late_id, overwrite=True)
+    fill(root, late, b"abandoned")
+    commit(root, save_of(30, "2-3", overwrite=True), b"kept")
+    with pytest.raises(Rejected) as caught:
+        root.publish(late)
+    assert "already-committed" == caught.value.code
+    assert b"kept" == content_of(root, "step_30")
+    assert "aborted" == root.give_up(late)
+    root.discard(late)
+    assert [] == names(root.path / ".partial")
+    assert b"kept" == content_of(root, "step_30")
+
+
 def test_overwriting_what_is_not_there_is_plain_publishing(root: Root) -> None:
     commit(root, save_of(30, "2-3", overwrite=True))
     assert [] == names(root.path / ".partial")
@@ -888,6 +909,58 @@ def test_a_checkpoint_loses_its_name_before_its_files(
     root.prepare()
     assert [] == root.partials()
     root.remove_checkpoint("step_30")
+
+
+def test_what_was_saved_anew_under_a_name_is_not_removed_for_what_was_there(root: Root) -> None:
+    commit(root, save_of(30, "1-1"))
+    commit(root, save_of(30, "2-1", overwrite=True), b"new")
+    root.discard(save_of(30, "2-1"))
+    assert not root.remove_checkpoint("step_30", "1-1")
+    assert b"new" == content_of(root, "step_30")
+    assert [] == root.partials()
+    assert root.remove_checkpoint("step_30", "2-1")
+    assert not root.remove_checkpoint("step_30", "2-1")
+    assert [] == root.checkpoints()
+    assert [] == root.partials()
+
+
+def test_a_removal_that_is_cut_off_before_it_has_looked_is_undone_at_the_next_start(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(root, save_of(30, "2-1"), b"new")
+
+    def power_off(path: Path) -> str:
+        raise Power
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Root, "_save_id", staticmethod(power_off))
+        with pytest.raises(Power):
+            root.remove_checkpoint("step_30", "1-1")
+    assert [] == root.checkpoints()
+    root.prepare()
+    assert b"new" == content_of(root, "step_30")
+    assert [] == root.partials()
+
+
+def test_publishing_goes_on_if_what_it_replaces_is_removed_at_that_moment(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(root, save_of(30, "1-1"))
+    save = save_of(30, "2-1", overwrite=True)
+    fill(root, save, b"new")
+    write = Root.write_file
+
+    def removed_meanwhile(self: Root, path: Path, content: bytes) -> None:
+        write(self, path, content)
+        assert self.remove_checkpoint("step_30", "1-1")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Root, "write_file", removed_meanwhile)
+        root.publish(save)
+    assert b"new" == content_of(root, "step_30")
+    root.discard(save)
+    assert [] == root.partials()
+    assert [] == list(root.run_path.glob("replace-*"))
 
 
 def test_two_may_delete_the_same_directory_at_once(tmp_path: Path) -> None:

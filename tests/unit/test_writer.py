@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from milepost import storage
+from milepost import blocks
 from milepost.arena import Arena, SlotRecord, record_bytes
 from milepost.errors import Rejected, SaveFailed, StorageError
 from milepost.format.layout import PAGE_BYTES, TableRow, align, pack_table, place
@@ -239,7 +239,7 @@ def test_a_limited_write_asks_before_each_of_its_smaller_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
     if not direct:
-        monkeypatch.setattr(storage, "_set_direct", lambda file, direct: False)
+        monkeypatch.setattr(blocks, "_set_direct", lambda file, direct: False)
     stage, turns, counts = Stage(tmp_path, [1 << 20], []), Turns(), list[int]()
     pace = Pace(BandwidthLimit(1 * MB))
     monkeypatch.setattr(pace, "await_turn", turns.take)
@@ -279,7 +279,7 @@ def test_what_a_failed_or_short_write_has_left_is_asked_for_once(
 def test_where_writes_are_buffered_a_limit_keeps_the_kernel_from_collecting_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "_set_direct", lambda file, direct: False)
+    monkeypatch.setattr(blocks, "_set_direct", lambda file, direct: False)
     synced, real = list[int](), os.fdatasync
 
     def fdatasync(file: int) -> None:

@@ -40,8 +40,9 @@ def prune(path: Path, keep_last: int, *, dry_run: bool = False) -> Pruning:
     entries = root.checkpoints()
     removed = removable(root, entries, Keep(last=max(keep_last, 1)))
     if not dry_run:
+        save_ids = {entry.name: entry.save_id for entry in entries}
         for name in removed:
-            root.remove_checkpoint(name)
+            root.remove_checkpoint(name, save_ids[name])
     return Pruning(
         root=str(root.path),
         kept=tuple(entry.name for entry in entries if entry.save_id and entry.name not in removed),

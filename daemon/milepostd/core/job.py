@@ -118,6 +118,12 @@ class Job:
             self._nodes = {node.node_id: node for node in self.peers()}
         return self._nodes
 
+    def hears(self, node_id: str) -> bool:
+        """Whether another node's word counts here: the coordinator's, and to it everybody's."""
+        return node_id == self.coordinator.node_id or (
+            self.is_coordinator and node_id in self.nodes
+        )
+
     def peers(self) -> tuple[NodeRef, ...]:
         """The nodes that have at least one rank, in the order of the cohort."""
         used = set(self.node_of_rank)

@@ -615,7 +615,7 @@ class Node:
         self, node_id: str, message: PreemptionMessage, now_ns: int
     ) -> list[Command]:
         job = self.jobs.get(message.job)
-        if job is None or job.attempt != message.attempt or node_id not in job.nodes:
+        if job is None or job.attempt != message.attempt or not job.hears(node_id):
             # Repeated by its sender, or history.
             return []
         preemption, commands = self._preemption_of(job, now_ns)

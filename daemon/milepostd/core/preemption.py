@@ -104,10 +104,8 @@ class Preemption:
         """Tell the coordinator what is known here; no counts mean: ask them."""
         counts = [] if self._untold() else sorted(self.told.items())
         reads = tuple(RankReads(rank, count) for rank, count in counts)
-        return self._send_all(
-            PreemptionSaid(job=self.job.job, attempt=self.job.attempt, reads=reads),
-            [self.job.coordinator.node_id],
-        )
+        said = PreemptionSaid(job=self.job.job, attempt=self.job.attempt, reads=reads)
+        return [Send(node=self.job.coordinator, message=said)]
 
     def _untold(self) -> list[int]:
         return [
