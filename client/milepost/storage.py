@@ -41,11 +41,11 @@ from milepost.format.manifest import (
     Manifest,
     read_manifest,
 )
+from milepost.protocol import SaveRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from milepost.protocol import SaveRef
 
 PARTIAL_NAME: Final = ".partial"
 RUN_NAME: Final = ".milepost-run"
@@ -66,6 +66,10 @@ DRAFT_S_MAX: Final = 3600.0
 KiB, and clocks differ.
 """
 
+ABANDONED_S: Final = 3600.0
+"""Age from which what an earlier attempt has not finished is taken for left behind: a daemon that
+is at work on it touches it every second or so, or its storage has long ended the save."""
+
 _TEMP_PREFIX: Final = ".tmp-"
 _ABORTED: Final = ".aborted"
 _REPLACED: Final = ".replaced"
@@ -74,6 +78,7 @@ _UNKNOWN_ID: Final = "0-0"
 _DELETE_TRIES: Final = 100
 _STEP_NAME: Final = re.compile(r"step_(\d+)")
 _SAVE_ID: Final = re.compile(r"\d[A-Za-z0-9_-]*")
+_UNFINISHED: Final = re.compile(r"(?P<name>.+)\.(?P<save_id>\d+-\d+)(\.aborted)?")
 _LATER_FILE: Final = re.compile(r"__\d+_[1-9]\d*\.distcp")
 
 _CODES: Final = {
@@ -440,10 +445,13 @@ class Root:
                         self._restore(save.name, aside)
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
+                is_other = error.errno == errno.ENOTDIR
                 raise Rejected(
                     "already-committed",
-                    f"save {save.save_id}: {final} exists already",
-                    "save under another step or name, or set overwrite=True",
+                    f"save {save.save_id}: {final} exists already"
+                    + (", and is no directory" if is_other else ""),
+                    "save under another step or name, or "
+                    + ("move it away" if is_other else "set overwrite=True"),
                 ) from error
             _sync_directory(self.path)
             _sync_directory(self._partial)
@@ -571,6 +579,31 @@ class Root:
                 was_replaced = name.endswith(_REPLACED) and name.rsplit(".", 2)[0] == save.name
                 if (was_replaced and is_there) or _is_pruned(name):
                     self._remove(self._partial / name)
+
+    def clear_abandoned(self, save: SaveRef) -> list[str]:
+        """Give up and delete what earlier attempts have left unfinished; return its names.
+
+        For the one who has just published `save`. Spared is what was touched within `ABANDONED_S`:
+        what all ranks had staged is finished also after a newer attempt has begun.
+        """
+        attempt, cleared = order_of(save.save_id, 0)[0], []
+        with _reported("clear", self._partial):
+            # Publishing has touched it: the file system's own time.
+            now_s = self._partial.stat().st_mtime
+            for path in self.partials():
+                found = _UNFINISHED.fullmatch(path.name)
+                if found is None or order_of(found["save_id"], 0)[0] >= attempt:
+                    continue
+                touched_s = [
+                    entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(path)
+                ]
+                if now_s - max([path.stat().st_mtime, *touched_s]) < ABANDONED_S:
+                    continue
+                left = SaveRef(save.job, found["save_id"], 0, found["name"])
+                if self.give_up(left) == "aborted":
+                    self.discard(left)
+                    cleared.append(path.name)
+        return cleared
 
     # --- what is there ----------------------------------------------------------------------------
 

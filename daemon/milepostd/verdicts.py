@@ -67,7 +67,18 @@ class Verdicts:
             await self._faults.at("before-committed", save)
         except Exception as error:  # the rename has happened: it is a checkpoint
             self._move_latest_later(root, save, error)
+        await self._clear(root, save)
         return Published(save=save, path=str(path), at_ms=at_ms)
+
+    async def _clear(self, root: Root, save: SaveRef) -> None:
+        try:
+            cleared = await self._in_files(partial(root.clear_abandoned, save))
+        except Exception as error:  # leftovers are worth no more than a line
+            cause = cause_of(error, node=self._node)
+            emit("warning", "partial.uncleared", job=save.job, code=cause.code, cause=cause.message)
+            return
+        if cleared:
+            emit("info", "partial.cleared", job=save.job, file=", ".join(cleared))
 
     def _move_latest_later(self, root: Root, save: SaveRef, error: Exception) -> None:
         """What was committed stays so, whatever becomes of `latest`."""

@@ -618,8 +618,9 @@ def test_what_is_no_checkpoint_is_not_replaced_in_silence(
         root.publish(save)
         assert ["step_30.0-0.replaced"] == names(root.path / ".partial")
         return
-    with pytest.raises(Rejected):
+    with pytest.raises(Rejected) as caught:
         root.publish(save)
+    assert ("move it away" in caught.value.hint) == (in_the_way != "directory")
     assert path.is_symlink() or path.exists()
 
 

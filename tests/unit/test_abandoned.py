@@ -1,0 +1,89 @@
+"""What crashed attempts left unfinished goes with a later commit, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from tests.unit.test_verdicts import SAVE, Bench
+
+from milepost import storage
+from milepost.errors import SaveFailed
+from milepost.format.manifest import Manifest, encode
+from milepost.protocol import SaveRef
+from milepost.storage import Root
+from milepostd.core.events import Published
+
+
+def aged(path: Path, age_s: float) -> Path:
+    """Have a directory and its files look as if nobody had touched them for so long."""
+    at_s = time.time() - age_s
+    for each in (*path.iterdir(), path):
+        os.utime(each, (at_s, at_s))
+    return path
+
+
+def begun(root: Root, save_id: str, name: str) -> Path:
+    folder = root.open_save(SaveRef("run-7", save_id, 10, name))
+    root.write_file(folder / "__0_0.distcp", b"half")
+    return folder
+
+
+def filled(root: Root, save: SaveRef) -> SaveRef:
+    folder = root.open_save(save)
+    root.write_file(folder / ".milepost", encode(Manifest(save_id=save.save_id, step=save.step)))
+    root.write_file(folder / ".metadata", b"index")
+    return save
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Root:
+    made = Root(tmp_path / "root")
+    made.prepare()
+    return made
+
+
+def test_what_earlier_attempts_left_goes_once_nobody_has_touched_it_for_long(root: Root) -> None:
+    old, given_up = begun(root, "1-1", "step_10"), begun(root, "2-9", "x.1-1")
+    root.give_up(SaveRef("run-7", "2-9", 10, "x.1-1"))
+    given_up = given_up.with_name(given_up.name + ".aborted")
+    busy, recent, own = (
+        begun(root, "2-1", "step_20"),
+        begun(root, "2-2", "step_30"),
+        begun(root, "3-1", "step_40"),
+    )
+    for path in (old, given_up, busy, own):
+        aged(path, 2 * storage.ABANDONED_S)
+    # Its writer is at work on one file.
+    os.utime(busy / "__0_0.distcp")
+    aged(recent, storage.ABANDONED_S / 2)
+    save = SaveRef("run-7", "3-2", 50, "step_50")
+    root.publish(filled(root, save))
+
+    assert sorted([old.name, given_up.name]) == sorted(root.clear_abandoned(save))
+    assert sorted([busy, recent, own]) == sorted(root.partials())
+    assert [] == root.clear_abandoned(save)
+    assert ["step_50"] == [entry.name for entry in root.checkpoints()]
+    with pytest.raises(SaveFailed):
+        root.publish(SaveRef("run-7", "1-1", 10, "step_10"))
+
+
+def test_a_commit_clears_and_stands_whether_it_can_or_not(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(root: Root, save: SaveRef) -> list[str]:
+        raise OSError(5, "input/output error", str(root.path))
+
+    save = SaveRef("run-7", "9-1", SAVE.step, SAVE.name, overwrite=True)
+    old = aged(begun(root, "1-1", "step_1"), 2 * storage.ABANDONED_S)
+    monkeypatch.setattr("tests.unit.test_verdicts.SAVE", save)
+    for is_refused in (True, False):
+        filled(root, save)
+        with monkeypatch.context() as patched:
+            if is_refused:
+                patched.setattr(Root, "clear_abandoned", refuse)
+            assert isinstance(Bench(root).publish(for_s=9), Published)
+        assert is_refused == old.exists()
+        root.remove_checkpoint(save.name)
