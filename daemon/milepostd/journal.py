@@ -1,9 +1,9 @@
 """What a daemon has to know of its jobs after it was killed: kept in its run directory.
 
-One file a job: the `Join` of its newest attempt (cohort, root, retention, deadline), written before
-the first byte of a save is. What was staged needs no journal: the arenas tell, since each slot
-holds its own record. Not synced: a machine that loses power loses the arenas too. No torch, no
-sockets.
+One file an attempt of a job: its `Join` (cohort, root, retention, deadline), written before the
+first byte of a save is, and there until the last of its saves has ended. What was staged needs no
+journal: the arenas tell, since each slot holds its own record. Not synced: a machine that loses
+power loses the arenas too. No torch, no sockets.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ class Journal:
         self._folder = run_dir / "journal"
 
     def keep(self, join: Join) -> None:
-        """Remember a job's newest attempt. Raises OSError."""
+        """Remember an attempt of a job. Raises OSError."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        path = self._path(join.job)
+        path = self._path(join.job, join.attempt)
         draft = path.with_suffix(".new")
         draft.write_bytes(encode(join))
         draft.rename(path)
 
-    def forget(self, job: str) -> None:
-        """Forget a job of which nothing is pending."""
-        self._path(job).unlink(missing_ok=True)
+    def forget(self, job: str, attempt: int) -> None:
+        """Forget an attempt of which nothing is pending."""
+        self._path(job, attempt).unlink(missing_ok=True)
 
     def recall(self) -> list[Join]:
-        """Return what was kept, oldest first; what cannot be read is left out, with a log line."""
-        found: list[tuple[float, Join]] = []
+        """Return what was kept, a job's attempts in their order; what cannot be read is left out,
+        with a log line.
+        """
+        found: list[Join] = []
         for entry in os.scandir(self._folder) if self._folder.is_dir() else ():
             if not entry.name.endswith(".join"):
                 continue
@@ -49,14 +51,15 @@ class Journal:
                 message = decode_client(Path(entry.path).read_bytes())
                 if not isinstance(message, Join):
                     raise ProtocolError("protocol", f"it holds a {type(message).__name__}")
-                found.append((entry.stat().st_mtime, message))
+                found.append(message)
             except (OSError, MilepostError) as error:
                 fields = {"file": entry.path, "cause": str(error)}
                 _log.warning("journal.unreadable", extra={"fields": fields})
-        return [join for _, join in sorted(found, key=lambda each: each[0])]
+        return sorted(found, key=lambda join: (join.job, join.attempt))
 
-    def _path(self, job: str) -> Path:
-        return self._folder / f"{hashlib.blake2b(job.encode(), digest_size=12).hexdigest()}.join"
+    def _path(self, job: str, attempt: int) -> Path:
+        digest = hashlib.blake2b(job.encode(), digest_size=12).hexdigest()
+        return self._folder / f"{digest}-{attempt}.join"
 
 
 def find_staged(job: str, attempt: int, ranks: Iterable[int]) -> list[tuple[int, Staged]]:

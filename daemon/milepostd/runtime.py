@@ -571,7 +571,7 @@ class Runtime:
             case KeepJournal():
                 self._keep_journal(command)
             case ForgetJournal():
-                self.journal.forget(command.job)
+                self.journal.forget(command.job, command.attempt)
             case SweepArenas():
                 self._spawn(self._sweep_arenas(command), self.sweeps)
             case RemoveArenas():

@@ -200,9 +200,10 @@ class Daemon(Life):
                     # Its supervisor starts it again.
                     self.world.after(1.0, None, machine.start_daemon)
             case KeepJournal():
-                machine.journal[command.message.job] = command.message
+                message = command.message
+                machine.journal[message.job, message.attempt] = message
             case ForgetJournal():
-                machine.journal.pop(command.job, None)
+                machine.journal.pop((command.job, command.attempt), None)
             case SweepArenas():
                 for path, arena in list(machine.arenas.items()):
                     is_ours = arena.job == command.job and arena.rank in command.ranks
@@ -491,7 +492,7 @@ class Machine:
     is_up: bool = True
     daemon: Daemon | None = None
     arenas: dict[str, Arena] = field(default_factory=dict)
-    journal: dict[str, Join] = field(default_factory=dict)
+    journal: dict[tuple[str, int], Join] = field(default_factory=dict)
     layouts: dict[tuple[str, int, str], None] = field(default_factory=dict)
     """What the planner's child keeps in the run directory."""
     trainers: dict[Life, None] = field(default_factory=dict)
@@ -505,7 +506,7 @@ class Machine:
             return
         self.daemon = daemon = Daemon(self)
         daemon.take(Started())
-        for join in list(self.journal.values()):
+        for _, join in sorted(self.journal.items()):
             ranks = [
                 rank
                 for rank, index in enumerate(join.node_of_rank)

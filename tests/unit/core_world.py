@@ -155,7 +155,7 @@ class World:
         self.rank_of: dict[int, int] = {}
         self.heard: dict[int, list[DaemonMessage]] = {rank: [] for rank in range(self.world)}
         self.refs: dict[str, SaveRef] = {}
-        self.journal: dict[tuple[str, str], Join] = {}
+        self.journal: dict[tuple[str, str, int], Join] = {}
         self.joins: dict[int, Join] = {}
         self.slots: dict[tuple[int, str], Staged] = {}
         self.words: dict[tuple[int, str], RankMessage] = {}
@@ -292,10 +292,11 @@ class World:
         self.nodes[name] = self.new_node(ref)
         ranks = [rank for rank in range(self.world) if self.node_of(rank) == name]
         self.post(name, Started())
-        for (node, job), join in self.journal.items():
+        for (node, job, attempt), join in sorted(self.journal.items()):
             if node == name:
                 slots = [(rank, staged) for (rank, _), staged in self.slots.items()
-                         if rank in ranks and staged.save.job == job]  # fmt: skip
+                         if rank in ranks and staged.save.job == job
+                         and staged.save.save_id.startswith(f"{attempt}-")]  # fmt: skip
                 arenas = tuple((rank, staged.arena) for rank, staged in slots)
                 self.post(name, JobRecalled(message=join, staged=tuple(slots), arenas=arenas))
         for rank in ranks:
@@ -381,9 +382,10 @@ class World:
             case ClearTimer():
                 self.timers.pop((name, command.timer), None)
             case KeepJournal():
-                self.journal[(name, command.message.job)] = command.message
+                message = command.message
+                self.journal[name, message.job, message.attempt] = message
             case ForgetJournal():
-                self.journal.pop((name, command.job), None)
+                self.journal.pop((name, command.job, command.attempt), None)
             case Halt():
                 self.halted[name] = command.reason
                 self.timers = {key: at for key, at in self.timers.items() if key[0] != name}

@@ -165,9 +165,12 @@ class KeepJournal(Command, frozen=True):
 
 
 class ForgetJournal(Command, frozen=True):
-    """Nothing is pending of the job, and nobody is there: a restarted daemon need not know it."""
+    """Nothing is pending of this attempt, and nobody of it is there: a restarted daemon need not
+    know it.
+    """
 
     job: str
+    attempt: int
 
 
 class SweepArenas(Command, frozen=True):

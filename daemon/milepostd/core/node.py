@@ -9,7 +9,6 @@ most; it never raises for what somebody else did.
 from __future__ import annotations
 
 from collections import deque
-from pathlib import PurePosixPath
 from typing import Final
 
 import msgspec
@@ -86,6 +85,7 @@ from milepostd.core.events import (
     TimerFired,
 )
 from milepostd.core.job import NO_ORDER, Job, LastCommitted, Seat, save_order
+from milepostd.core.joining import why_not
 from milepostd.core.preemption import Preemption
 from milepostd.core.save import SECOND_NS, Coordination, Participation
 
@@ -94,14 +94,6 @@ JOBS_MAX: Final = 64
 
 SAVES_MAX: Final = 256
 """Saves in flight on one node in each role, over all jobs: JOBS_MAX jobs with a few slots each."""
-
-DEADLINE_S_MAX: Final = 7 * 86_400.0
-"""Longest deadline of a save: nobody waits a week for a checkpoint."""
-
-JOB_CHARACTERS_MAX: Final = 300
-ROOT_CHARACTERS_MAX: Final = 4096
-"""Longest names taken: they are in every status and on every line of the log. The client allows 200
-and adds the root's identity; 4,096 is PATH_MAX."""
 
 ENDED_MAX: Final = 256
 """Ended saves kept to answer late messages; older ones are forgotten, and late messages about them
@@ -222,9 +214,10 @@ class Node:
             return [
                 Log(level="warning", event="job.unrecalled", cause=cause,
                     fields={"job": join.job, "attempt": join.attempt}),
-                ForgetJournal(job=join.job),
+                ForgetJournal(job=join.job, attempt=join.attempt),
             ]  # fmt: skip
-        job = Job(join, self.node_id)
+        previous = self.jobs.get(join.job)
+        job = Job(join, self.node_id, None if previous is None else previous.history)
         job.is_journalled = True
         self.jobs[join.job] = job
         for rank in job.ranks_here:
@@ -236,6 +229,12 @@ class Node:
             Log(level="warning", event="job.recalled",
                 fields={"job": job.job, "attempt": job.attempt}),
         ]  # fmt: skip
+        if previous is not None:
+            # Its trainers are history, and what it had staged completely is being finished.
+            for seat in previous.seats.values():
+                seat.is_lost = True
+            commands += self._supersede(previous, job.attempt, now_ns)
+            commands += self._release_arenas(previous)
         for rank, staged in event.staged:
             is_ours = rank in job.seats and staged.save.job == job.job
             if is_ours and save_order(staged.save)[0] == job.attempt:
@@ -287,7 +286,9 @@ class Node:
             job = Job(join, self.node_id, None if job is None else job.history)
             self.jobs[join.job] = job
             commands.append(MeetPeers(nodes=job.peers()))
-            if previous is None or not self._has_pending(previous):
+            if previous is not None:
+                commands += self._release_arenas(previous)
+            if not self._has_earlier_pending(job):
                 commands.append(self._sweep(job, job.ranks_here))
             if job.is_coordinator:
                 commands.append(StartPlanner())
@@ -322,65 +323,11 @@ class Node:
         here = self.node_id
         if self.stops:
             return Cause("daemon-lost", f"node {here} is shutting down", "", here, join.rank)
-        if not 0 < join.deadline_s <= DEADLINE_S_MAX:
-            return Cause(
-                "usage",
-                f"deadline_s is {join.deadline_s:g}, not above 0 and at most {DEADLINE_S_MAX:g}",
-                "",
-                here,
-                join.rank,
-            )
-        world = len(join.node_of_rank)
-        if not (
-            join.attempt >= 0
-            and 0 < len(join.job) <= JOB_CHARACTERS_MAX
-            and len(join.root) <= ROOT_CHARACTERS_MAX
-            and 0 <= join.rank < world
-            and min(join.node_of_rank) >= 0
-            and max(join.node_of_rank) < len(join.cohort)
-            and len({node.node_id for node in join.cohort}) == len(join.cohort)
-            and join.cohort[join.node_of_rank[join.rank]].node_id == here
-        ):
-            return Cause(
-                "protocol",
-                f"rank {join.rank} of {world} describes a cohort that does not place it on {here}",
-                "a restarted daemon needs a new Checkpointer on every rank",
-                here,
-                join.rank,
-            )
-        if not self._is_root_allowed(join.root):
-            return Cause(
-                "root-refused",
-                f"root {join.root} lies under none of this daemon's roots: "
-                + ", ".join(self.settings.roots),
-                "start milepostd with --root for it",
-                here,
-                join.rank,
-            )
         job = self.jobs.get(join.job)
-        if job is None:
-            if len(self.jobs) >= JOBS_MAX and not self._forget_job():
-                return Cause(
-                    "busy", f"node {here} serves {JOBS_MAX} jobs already", "", here, join.rank
-                )
-            return None
-        if join.attempt < job.attempt:
-            return Cause(
-                "attempt-superseded",
-                f"job {join.job} is at attempt {job.attempt}; attempt {join.attempt} is history",
-                "end the older run",
-                here,
-                join.rank,
-            )
-        if join.attempt == job.attempt and not job.agrees_with(join):
-            return Cause(
-                "protocol",
-                f"rank {join.rank} of job {join.job} describes another cohort than its fellows",
-                "",
-                here,
-                join.rank,
-            )
-        return None
+        cause = why_not(join, here, self.settings.roots, job)
+        if cause is None and job is None and len(self.jobs) >= JOBS_MAX and not self._forget_job():
+            return Cause("busy", f"node {here} serves {JOBS_MAX} jobs already", "", here, join.rank)
+        return cause
 
     def _why_not_again(self, session: int, join: Join) -> Cause | None:
         """Why a session that has its place cannot take this one; asking twice is harmless."""
@@ -394,14 +341,6 @@ class Node:
             "one session is one rank",
             self.node_id,
             join.rank,
-        )
-
-    def _is_root_allowed(self, root: str) -> bool:
-        path = PurePosixPath(root)
-        if not path.is_absolute() or ".." in path.parts:
-            return False
-        return not self.settings.roots or any(
-            path.is_relative_to(allowed) for allowed in self.settings.roots
         )
 
     def _forget_job(self) -> bool:
@@ -587,15 +526,21 @@ class Node:
         if paths:
             commands.append(RemoveArenas(paths=tuple(paths)))
         newest = self.jobs.get(job.job)
-        if newest is not job:
-            if newest is not None and job.is_journalled:
-                # The last save of an earlier attempt has ended: what it left can go.
-                job.is_journalled = False
-                commands.append(self._sweep(newest, job.ranks_here))
-        elif job.is_journalled and all(seat.is_lost for seat in job.seats.values()):
+        is_over = newest is not job or all(seat.is_lost for seat in job.seats.values())
+        if job.is_journalled and is_over:
             job.is_journalled = False
-            commands.append(ForgetJournal(job=job.job))
+            commands.append(ForgetJournal(job=job.job, attempt=job.attempt))
+            if newest is not None and newest is not job and not self._has_earlier_pending(newest):
+                # The last save of the earlier attempts has ended: what they left can go.
+                commands.append(self._sweep(newest, job.ranks_here))
         return commands
+
+    def _has_earlier_pending(self, job: Job) -> bool:
+        """Whether a save of an earlier attempt of the job has not ended."""
+        return any(
+            role.job.job == job.job and role.job is not job and role.is_pending
+            for role in self.participations.values()
+        )
 
     def _sweep(self, job: Job, ranks: tuple[int, ...]) -> SweepArenas:
         return SweepArenas(job=job.job, below_attempt=job.attempt, ranks=ranks)
