@@ -59,10 +59,11 @@ def _age_s(folder: Path, path: Path) -> float:
 
 
 class _Beat:
-    """Touches a file until it is closed."""
+    """Touches a file until it is closed; makes it anew only if `comes_back`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, comes_back: bool = False) -> None:
         self._path = path
+        self._comes_back = comes_back
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="milepost-claim", daemon=True)
         self._thread.start()
@@ -71,7 +72,10 @@ class _Beat:
         while not self._end.wait(BEAT_S):
             # A file that was taken away or a file system that hiccups: the claim may expire.
             with contextlib.suppress(OSError):
-                os.utime(self._path)
+                if self._comes_back:
+                    self._path.touch()
+                else:
+                    os.utime(self._path)
 
     def close(self) -> None:
         self._end.set()
@@ -159,7 +163,8 @@ def reading(root: Root, name: str) -> Iterator[None]:
     except OSError:
         yield
         return
-    beat = _Beat(path)
+    # A reader that was held up for longer than leases last is still reading.
+    beat = _Beat(path, comes_back=True)
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from milepost import Rejected
+from milepost import Rejected, claims
 from milepost.claims import EXPIRY_S, Ownership, being_read, reading
 from milepost.storage import Root
 
@@ -83,3 +83,16 @@ def test_the_lease_of_a_dead_reader_expires_and_is_cleared(root: Root) -> None:
 def test_a_root_that_cannot_be_written_to_is_read_without_a_lease(tmp_path: Path) -> None:
     with reading(Root(tmp_path / "missing"), "step_3"):
         pass
+
+
+def test_the_lease_of_a_reader_that_was_held_up_for_long_comes_back(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "BEAT_S", 0.01)
+    with reading(root, "step_1"):
+        (lease,) = root.run_path.glob("reading-*")
+        lease.unlink()
+        until_s = time.monotonic() + 20
+        while not lease.exists() and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert {"step_1"} == being_read(root)
