@@ -24,7 +24,7 @@ import torch
 
 from milepost.advice import note_made, tell_branch, tell_unprepared
 from milepost.claims import Ownership, check_ours, find_other, reading
-from milepost.collector import collector_paused
+from milepost.collector import collect_now, collector_paused
 from milepost.connection import error_of, fetch_status
 from milepost.content import Content, ContentReader
 from milepost.errors import (
@@ -409,6 +409,7 @@ class Checkpointer:
 
         if wait:
             next(preparation, None)
+            collect_now()
             return
         self._preparing = threading.Thread(target=finish, name="milepost-prepare", daemon=True)
         self._preparing.start()

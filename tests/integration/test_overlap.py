@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -74,7 +75,6 @@ def _change_all_else(rank: int, state: dict[str, Any]) -> None:
 
 
 def save_in_lockstep(rank: Rank) -> dict[str, Any]:
-    import gc
 
     from milepost import Checkpointer
 
@@ -309,7 +309,15 @@ def refuse(rank: Rank) -> list[str]:
             except UsageError as error:
                 texts.append(str(error))
         state["model0"]["p3"] = parameters[3]
+        collections: list[int] = []
+
+        def note(phase: str, info: dict[str, int]) -> None:
+            collections.append(info["generation"])
+
+        gc.callbacks.append(note)
         ck.prepare(state)
+        gc.callbacks.remove(note)
+        assert 2 in collections, "what it made would be walked within the first save"
         made = _kept(ck)
         step = ck.save(0, state).wait(60).step
         texts.append(f"{step} {'anew' if made is None or made is not _kept(ck) else 'prepared'}")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from milepost.collector import collector_paused, collector_running
+from milepost.collector import collect_now, collector_paused, collector_running
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +65,18 @@ def test_the_last_of_several_threads_switches_on_again() -> None:
     may_end.set()
     other.join()
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_what_stays_is_walked_at_once_unless_the_user_has_switched_that_off(is_on: bool) -> None:
+    seen: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        seen.append(info["generation"])
+
+    if not is_on:
+        gc.disable()
+    gc.callbacks.append(note)
+    collect_now()
+    gc.callbacks.remove(note)
+    assert is_on == (2 in seen)
