@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from milepost.errors import MilepostError, Rejected, SaveFailed
 from milepost.waiting import wait_telling
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from milepost.arena import Slot
     from milepost.staging import Stager
     from milepost.state import Items
+
+ROOM_S: Final = 1.0
+"""How long a lack of shared memory is borne: ranks replace their images within milliseconds of each
+other, and one may have to wait for what another gives up."""
 
 
 class Slots:
@@ -107,21 +112,27 @@ class Slots:
         """Put a layout in force; return without it once `is_over`.
 
         Images of another structure that are still being written may be all that is in the way: then
-        it waits for these, if it may. Raises Rejected("shm-too-small"), UsageError("unpicklable").
+        it waits for these, if it may. Other ranks of the node may be about to give theirs up: that
+        is waited for as long as `ROOM_S`. Raises Rejected("shm-too-small"),
+        UsageError("unpicklable").
         """
-        for is_last in (False, True):
+        until_s = time.monotonic() + ROOM_S
+        while not is_over():
             try:
                 self.stager.lay_out(items, assigned, layout_id, objects=objects)
                 return
             except Rejected as error:
-                if is_last or not may_wait or not self.held:
+                if may_wait and self.held:
+                    may_wait = False
+                    self._wait(
+                        lambda: not self._held or is_over(),
+                        f"earlier images to be written: {error.message}",
+                    )
+                    until_s = time.monotonic() + ROOM_S
+                elif error.code != "shm-too-small" or time.monotonic() > until_s:
                     raise
-                self._wait(
-                    lambda: not self._held or is_over(),
-                    f"earlier images to be written: {error.message}",
-                )
-                if is_over():
-                    return
+                else:
+                    time.sleep(ROOM_S / 20)
 
     def take(self) -> Slot:
         """Return a free slot of the layout in force; `await_one` has made sure of one."""

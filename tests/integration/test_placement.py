@@ -320,7 +320,8 @@ def test_a_limited_save_of_two_ranks_takes_its_bytes_divided_by_the_limit_and_co
             )
     assert sentences[-1].endswith("bytes, at most 16 MB/s (write_mbps)")
     # The two ranks wrote 32 MB together, over one limit. No upper bound: the machine may be busy.
-    assert min(each["elapsed_s"] for each in told) >= 32 / 16 - BURST_S
+    # One rank may call save() when the other one's image is being written already.
+    assert max(each["elapsed_s"] for each in told) >= 32 / 16 - BURST_S
     assert found is not None
     assert float(found[1]) >= 32 / 16 - BURST_S
     assert [True] == judge(load_both, 1, str(root / "step_1"))

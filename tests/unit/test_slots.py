@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from milepost import slots
 from milepost.arena import Arena
 from milepost.errors import Rejected, SaveFailed
 from milepost.flattening import flatten
@@ -180,3 +181,30 @@ def test_an_interrupt_before_the_end_leaves_no_file(
     assert 1 == len(list(shm.iterdir()))
     bench.slots.close(unlink=True)
     assert [] == list(shm.iterdir())
+
+
+def test_memory_that_another_rank_is_about_to_give_up_is_waited_for_and_a_lack_is_told(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench()
+    make, tries = Stager._make_arena, []
+
+    def scarce(*arguments: Any) -> Arena:
+        tries.append(arguments)
+        if len(tries) <= 3:
+            raise Rejected("shm-too-small", "wants 2 bytes, 1 is free")
+        return make(*arguments)
+
+    monkeypatch.setattr(Stager, "_make_arena", scarce)
+    assert 1.0 == value_of(bench.save())
+    assert 4 == len(tries)
+
+    def never(*arguments: Any) -> Arena:
+        raise Rejected("shm-too-small", "wants 2 bytes, 1 is free")
+
+    bench.slots.free("1-1")
+    monkeypatch.setattr(slots, "ROOM_S", 0.05)
+    monkeypatch.setattr(Stager, "_make_arena", never)
+    with pytest.raises(Rejected, match="wants 2 bytes"):
+        bench.save(16)
+    bench.slots.close(unlink=True)
