@@ -236,13 +236,9 @@ class Root:
             for entry in list(os.scandir(self._partial)):
                 if entry.is_symlink():
                     _unlink(entry.path)
-                elif _is_pruned(entry.name):
-                    _delete_tree(Path(entry.path))
-                elif entry.name.endswith((_REPLACED, _RETIRED)):
-                    name = entry.name.rsplit(".", 2)[0]
-                    self._restore(name, entry.name)
-                    if (self.path / name / METADATA_NAME).exists():
-                        self._remove(Path(entry.path))
+                elif entry.name.endswith(_REPLACED):
+                    self._put_back_aside(entry.name)
+            self.finish_removals()
 
     def identity(self) -> str:
         """Return the root's own name, drawn when it was first used.
@@ -690,6 +686,25 @@ class Root:
                 return False
             _sync_directory(self.path)
             return self._remove(aside)
+
+    def finish_removals(self) -> None:
+        """Mend what somebody was killed removing: half deleted, it is deleted; only put aside, it
+        gets its name back, and can be looked at again.
+
+        For the one who removes, before it does; safe beside others that do.
+        """
+        with _reported("clear", self._partial):
+            for name in os.listdir(self._partial):
+                if _is_pruned(name):
+                    _delete_tree(self._partial / name)
+                elif name.endswith(_RETIRED):
+                    self._put_back_aside(name)
+
+    def _put_back_aside(self, aside: str) -> None:
+        name = aside.rsplit(".", 2)[0]
+        self._restore(name, aside)
+        if (self.path / name / METADATA_NAME).exists():
+            self._remove(self._partial / aside)
 
     # --- where a save went, and replacing ---------------------------------------------------------
 

@@ -8,7 +8,7 @@ One for a daemon; used on the loop only, storage is worked on in threads.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
@@ -37,6 +37,8 @@ class Latest:
     ) -> None:
         self._in_files = in_files
         self._spawn = spawn
+        self._removing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By root: one at a time removes, since what another has put aside is not left over."""
         self._following: Counter[str] = Counter()
         """By root, how many commits `latest` has yet to follow."""
 
@@ -67,11 +69,13 @@ class Latest:
         """
         if self._following[str(root.path)]:
             return ()
-        removed: tuple[str, ...] = await self._in_files(partial(_retain, root, keep))
+        async with self._removing[str(root.path)]:
+            removed: tuple[str, ...] = await self._in_files(partial(_retain, root, keep))
         return removed
 
 
 def _retain(root: Root, keep: Keep) -> tuple[str, ...]:
+    root.finish_removals()
     entries = root.checkpoints()
     save_ids = {entry.name: entry.save_id for entry in entries}
     # One may be long in being deleted, and the next may have found a reader meanwhile, or have been

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.test_verdicts import SAVE, Bench
@@ -12,9 +14,10 @@ from tests.unit.test_verdicts import SAVE, Bench
 from milepost import storage
 from milepost.errors import SaveFailed
 from milepost.format.manifest import Manifest, encode
-from milepost.protocol import SaveRef
+from milepost.protocol import Keep, SaveRef
 from milepost.storage import Root
 from milepostd.core.events import Published
+from milepostd.latest import Latest
 
 
 def aged(path: Path, age_s: float) -> Path:
@@ -87,3 +90,26 @@ def test_a_commit_clears_and_stands_whether_it_can_or_not(
             assert isinstance(Bench(root).publish(for_s=9), Published)
         assert is_refused == old.exists()
         root.remove_checkpoint(save.name)
+
+
+@pytest.mark.parametrize("is_deleted_half", [False, True])
+def test_what_a_daemon_was_killed_removing_goes_with_the_next_commit(
+    root: Root, is_deleted_half: bool
+) -> None:
+    for count in range(1, 6):
+        root.publish(filled(root, SaveRef("run-7", f"1-{count}", count, f"step_{count}")))
+    partial = root.path / ".partial"
+    if is_deleted_half:
+        half = partial / "step_1.pruned-0123abcd"
+        (root.path / "step_1").rename(half)
+        (half / ".metadata").unlink()
+    else:
+        (root.path / "step_1").rename(partial / "step_1.1-1.retired")
+
+    async def in_files(work: Any) -> Any:
+        return work()
+
+    removed = asyncio.run(Latest(in_files, lambda work: None).retain(root, Keep(last=3)))
+    assert [] == list(partial.iterdir())
+    assert {"step_3", "step_4", "step_5"} == {entry.name for entry in root.checkpoints()}
+    assert ("step_1" in removed) == (not is_deleted_half)
