@@ -87,26 +87,18 @@ class ContentReader:
         # Once: a hook that comes and goes may have compiled steps compiled again.
         watch = contextlib.nullcontext() if self._has_read else watching_steps()
         self._has_read = True
-        with watch:
-            return self._read(save_id, state, per_rank, ensure)
-
-    def _read(
-        self,
-        save_id: str,
-        state: Mapping[str, Any],
-        per_rank: Mapping[str, Any] | None,
-        ensure: Callable[[], None],
-    ) -> Content:
         _, rank = self._place
         if self._exchange is None:
             ensure()
-            flat, paths = flatten(with_per_rank(state, per_rank, rank))
+            with watch:
+                flat, paths = flatten(with_per_rank(state, per_rank, rank))
             items = collect(flat, paths)
             return Content(items, fingerprint(items, self._place), None, None)
         assert self._planner is not None
         try:
             ensure()
-            nested = call_stateful(with_per_rank(state, per_rank, rank))
+            with watch:
+                nested = call_stateful(with_per_rank(state, per_rank, rank))
         except Exception as error:
             # The others are on their way to plan together, and must not wait for this rank.
             self._exchange.refuse(save_id, f"before it could plan, raised {error!r}")

@@ -122,6 +122,8 @@ class Slots:
                 self.stager.lay_out(items, assigned, layout_id, objects=objects)
                 return
             except Rejected as error:
+                if error.code != "shm-too-small":
+                    raise
                 if may_wait and self.held:
                     may_wait = False
                     self._wait(
@@ -129,7 +131,7 @@ class Slots:
                         f"earlier images to be written: {error.message}",
                     )
                     until_s = time.monotonic() + ROOM_S
-                elif error.code != "shm-too-small" or time.monotonic() > until_s:
+                elif time.monotonic() > until_s:
                     raise
                 else:
                     time.sleep(ROOM_S / 20)

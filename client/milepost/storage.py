@@ -579,12 +579,12 @@ class Root:
     def clear_abandoned(self, save: SaveRef) -> list[str]:
         """Give up and delete what earlier attempts have left unfinished; return its names.
 
-        For the one who has just published `save`. Spared is what was touched within `ABANDONED_S`:
+        For the one who has published `save`. Spared is what was touched within `ABANDONED_S`:
         what all ranks had staged is finished also after a newer attempt has begun.
         """
         attempt, cleared = order_of(save.save_id, 0)[0], []
         with _reported("clear", self._partial):
-            # Publishing has touched it: the file system's own time.
+            # Publishing has touched it, if nothing has since: the file system's own time.
             now_s = self._partial.stat().st_mtime
             for path in self.partials():
                 found = _UNFINISHED.fullmatch(path.name)
@@ -673,7 +673,7 @@ class Root:
             if save_id is None:
                 return self._remove(path)
             # Aside it can be looked at without its name being given to another; who is cut off here
-            # leaves what `prepare` puts back.
+            # leaves what `finish_removals` puts back.
             aside = self._aside(name, save_id, _RETIRED)
             try:
                 os.rename(path, aside)

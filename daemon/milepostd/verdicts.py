@@ -67,18 +67,7 @@ class Verdicts:
             await self._faults.at("before-committed", save)
         except Exception as error:  # the rename has happened: it is a checkpoint
             self._move_latest_later(root, save, error)
-        await self._clear(root, save)
         return Published(save=save, path=str(path), at_ms=at_ms)
-
-    async def _clear(self, root: Root, save: SaveRef) -> None:
-        try:
-            cleared = await self._in_files(partial(root.clear_abandoned, save))
-        except Exception as error:  # leftovers are worth no more than a line
-            cause = cause_of(error, node=self._node)
-            emit("warning", "partial.uncleared", job=save.job, code=cause.code, cause=cause.message)
-            return
-        if cleared:
-            emit("info", "partial.cleared", job=save.job, file=", ".join(cleared))
 
     def _move_latest_later(self, root: Root, save: SaveRef, error: Exception) -> None:
         """What was committed stays so, whatever becomes of `latest`."""
@@ -118,13 +107,18 @@ class Verdicts:
         return OutcomeFound(save=save, outcome=found, path=str(root.path / save.name))
 
     async def discard(self, command: Discard) -> AnyEvent:
-        """Delete what a save left that has ended."""
+        """Delete what a save left that has ended; if it was committed, what earlier attempts left,
+        too.
+        """
         try:
-            await self._in_files(partial(_discard, Root(command.root), command.save))
+            cleared = await self._in_files(partial(_discard, Root(command.root), command.save))
         except Exception as error:  # leftovers are worth no more than a line
             cause = cause_of(error, node=self._node)
             emit("warning", "save.undiscarded", job=command.save.job, save=command.save.save_id,
                  step=command.save.step, code=cause.code, cause=cause.message)  # fmt: skip
+            return Discarded(save=command.save)
+        if cleared:
+            emit("info", "partial.cleared", job=command.save.job, file=", ".join(cleared))
         return Discarded(save=command.save)
 
     async def retain(self, command: Retain) -> AnyEvent:
@@ -141,7 +135,10 @@ class Verdicts:
         return Retained(job=command.job, removed=removed)
 
 
-def _discard(root: Root, save: SaveRef) -> None:
-    """Delete what a save left, also what a late writer of this node has made since it ended."""
-    root.give_up(save)
+def _discard(root: Root, save: SaveRef) -> list[str]:
+    """Delete what a save left, also what a late writer of this node has made since it ended. Return
+    the names of what else was cleared.
+    """
+    is_committed = root.give_up(save) == "committed"
     root.discard(save)
+    return root.clear_abandoned(save) if is_committed else []

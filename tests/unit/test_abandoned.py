@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.test_verdicts import SAVE, Bench
+from tests.unit.published import filled
+from tests.unit.test_verdicts import Bench
 
 from milepost import storage
 from milepost.errors import SaveFailed
-from milepost.format.manifest import Manifest, encode
 from milepost.protocol import Keep, SaveRef
 from milepost.storage import Root
-from milepostd.core.events import Published
+from milepostd.core.commands import Discard
+from milepostd.core.events import Discarded, Published
 from milepostd.latest import Latest
 
 
@@ -32,13 +33,6 @@ def begun(root: Root, save_id: str, name: str) -> Path:
     folder = root.open_save(SaveRef("run-7", save_id, 10, name))
     root.write_file(folder / "__0_0.distcp", b"half")
     return folder
-
-
-def filled(root: Root, save: SaveRef) -> SaveRef:
-    folder = root.open_save(save)
-    root.write_file(folder / ".milepost", encode(Manifest(save_id=save.save_id, step=save.step)))
-    root.write_file(folder / ".metadata", b"index")
-    return save
 
 
 @pytest.fixture
@@ -79,17 +73,30 @@ def test_a_commit_clears_and_stands_whether_it_can_or_not(
     def refuse(root: Root, save: SaveRef) -> list[str]:
         raise OSError(5, "input/output error", str(root.path))
 
-    save = SaveRef("run-7", "9-1", SAVE.step, SAVE.name, overwrite=True)
+    save = SaveRef("run-7", "9-1", 50, "step_50", overwrite=True)
     old = aged(begun(root, "1-1", "step_1"), 2 * storage.ABANDONED_S)
     monkeypatch.setattr("tests.unit.test_verdicts.SAVE", save)
     for is_refused in (True, False):
+        bench = Bench(root)
         filled(root, save)
         with monkeypatch.context() as patched:
             if is_refused:
                 patched.setattr(Root, "clear_abandoned", refuse)
-            assert isinstance(Bench(root).publish(for_s=9), Published)
+            assert isinstance(bench.publish(for_s=9), Published)
+            assert old.exists(), "nobody waits for it to hear of a commit"
+            command = Discard(save=save, root=str(root.path))
+            assert isinstance(asyncio.run(bench.verdicts.discard(command)), Discarded)
         assert is_refused == old.exists()
         root.remove_checkpoint(save.name)
+
+
+def test_what_a_failed_save_left_is_discarded_and_nothing_else(root: Root) -> None:
+    old = aged(begun(root, "1-1", "step_1"), 2 * storage.ABANDONED_S)
+    failed = begun(root, "9-1", "step_50")
+    command = Discard(save=SaveRef("run-7", "9-1", 50, "step_50"), root=str(root.path))
+    assert isinstance(asyncio.run(Bench(root).verdicts.discard(command)), Discarded)
+    assert old.exists()
+    assert not failed.exists()
 
 
 @pytest.mark.parametrize("is_deleted_half", [False, True])

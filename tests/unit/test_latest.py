@@ -7,22 +7,12 @@ from pathlib import Path
 
 import msgpack
 import pytest
+from tests.unit.published import publish
 
 from milepost.claims import reading
-from milepost.format.manifest import MANIFEST_NAME, Manifest, encode
 from milepost.protocol import Keep, SaveRef
 from milepost.storage import Root
 from milepostd.latest import _retain
-
-
-def publish(root: Root, save_id: str, step: int) -> SaveRef:
-    save = SaveRef(job="j", save_id=save_id, step=step, name=f"step_{step}", overwrite=True)
-    folder = root.open_save(save)
-    manifest = Manifest(job="j", save_id=save_id, step=step)
-    root.write_file(folder / MANIFEST_NAME, encode(manifest))
-    root.write_file(folder / ".metadata", b"index")
-    root.publish(save)
-    return save
 
 
 @pytest.fixture

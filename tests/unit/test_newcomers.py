@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Group
-from tests.unit.test_latest import publish
+from tests.unit.published import publish
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.published import filled
 
-from milepost.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, encode
 from milepost.protocol import SaveRef
 from milepost.storage import Root, storage_error
 from milepostd import failures
@@ -64,9 +64,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(failures, "RETRY_S_MIN", 0.001)
     root = Root(tmp_path / "root")
     root.prepare()
-    folder = root.open_save(SAVE)
-    root.write_file(folder / MANIFEST_NAME, encode(Manifest(job="j", save_id="1-5", step=50)))
-    root.write_file(folder / METADATA_NAME, b"index")
+    filled(root, SAVE)
     return Bench(root)
 
 
