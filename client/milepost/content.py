@@ -21,7 +21,7 @@ from milepost.planning import (
     resolve,
     wants_lowest_rank,
 )
-from milepost.state import Items, collect, fingerprint, make_offer, serialise_objects
+from milepost.state import Fingerprints, Items, collect, make_offer, serialise_objects
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -56,6 +56,7 @@ class ContentReader:
         self._planner = planner
         self._place = (group.world, group.rank)
         self._has_read = False
+        self._fingerprints = Fingerprints()
         self._exchange: PlannerExchange | None = None
         if planner is not None and not is_default(planner):
             self._exchange = PlannerExchange(
@@ -93,7 +94,7 @@ class ContentReader:
             with watch:
                 flat, paths = flatten(with_per_rank(state, per_rank, rank))
             items = collect(flat, paths)
-            return Content(items, fingerprint(items, self._place), None, None)
+            return Content(items, self._fingerprints.take(items, self._place), None, None)
         assert self._planner is not None
         try:
             ensure()
@@ -105,7 +106,7 @@ class ContentReader:
             raise
         final = self._exchange.plan(nested, save_id)
         resolved = resolve(final.plan, self._planner)
-        structure = fingerprint(resolved.items, (*self._place, final.plan_id))
+        structure = self._fingerprints.take(resolved.items, (*self._place, final.plan_id))
         return Content(resolved.items, structure, resolved.objects, final)
 
     def offer(self, content: Content, *, is_still: bool = True) -> tuple[Offer, dict[int, bytes]]:

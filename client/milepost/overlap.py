@@ -510,10 +510,11 @@ class Overlap:
         parts = {}
         for device, positions in by_device.items():
             part = parts[device] = Part(self._queues(device), whole)
-            part.keys = [keys[chosen[position]] for position in positions]
+            own = [chosen[position] for position in positions]
+            part.keys = [keys[item] for item in own]
+            part.sources = [sources[item] for item in own]
             part.targets = [target for position in positions
                             if (target := targets[position]) is not None]  # fmt: skip
-            part.sources = [sources[chosen[position]] for position in positions]
             self._set_kept(part, device, layout, tuple(positions))
         for position in split.cloned:
             target, source = targets[position], sources[chosen[position]].detach()

@@ -246,7 +246,7 @@ class Selection(NamedTuple):
 
 class _Matching:
     """Finds a state's items in the memory that optimizers change. Remembers the last answer, which
-    holds for as long as nothing has moved: it keeps addresses, and no tensor.
+    holds for as long as nothing has moved: it keeps addresses and shapes, and no tensor.
     """
 
     def __init__(self) -> None:
@@ -258,37 +258,58 @@ class _Matching:
     ) -> tuple[Selection, bool]:
         """Return the items, and whether one of them begins where each parameter does."""
         sources = items.sources
-        spans = near = filled = Spans(parameters + state)
-        if not spans.are_contiguous:
-            parameters, state = _dense(parameters), _dense(state)
-            near = filled = Spans(parameters + state)
         # A state dict holds an optimizer's very tensors, which is cheaper to see than addresses. Of
         # parameters it holds others over the same memory.
         own = set(map(id, state))
         found = [item for item, source in enumerate(sources) if id(source) in own] if own else []
-        others = _without(items, found)
         if found:
             own.difference_update([id(sources[item]) for item in found])
-            near = Spans(parameters + [tensor for tensor in state if id(tensor) in own])
-        pointers = [items.addresses[item] for item in others]
+        unmatched = [tensor for tensor in state if id(tensor) in own] if own else []
+        others = _without(items, found)
         given = [sources[item] for item in others]
-        lengths = _extents(given, _are_contiguous(given))
-        asked = (found, others, pointers, lengths, near.ranges, len(parameters))
+        # Where the optimizers' tensors begin is all that is read of them: the trainer has not
+        # touched them for a while, and each costs what memory costs. One that keeps its address and
+        # gets another extent shows in the item over it, whose form is compared.
+        asked = (
+            found,
+            items.addresses,
+            items.sizes,
+            items.dtypes,
+            _are_contiguous(given) or _extents(given, are_contiguous=False),
+            list(map(torch.Tensor.data_ptr, parameters)),
+            list(map(torch.Tensor.data_ptr, unmatched)),
+        )
+        spans = Spans(parameters + state)
         if asked != self._asked:
-            is_held = near.cover(pointers, lengths)
             self._asked = asked
-            if found and not all(is_held):
-                # Buffers, or what is in the state twice: that is seen from all ranges only.
-                is_held = filled.cover(pointers, lengths)
-                self._asked = None
-            # What has no bytes is nowhere.
-            begin = {0, *compress(pointers, is_held)}
-            self._answer = (
-                frozenset([*found, *compress(others, is_held)]),
-                begin.issuperset(near.pointers[: len(parameters)]),
-            )
+            self._answer = self._match(parameters, state, unmatched, found, others, items)
         selected, is_whole = self._answer
         return Selection(spans, selected), is_whole
+
+    @staticmethod
+    def _match(
+        parameters: list[torch.Tensor],
+        state: list[torch.Tensor],
+        unmatched: list[torch.Tensor],
+        found: list[int],
+        others: list[int],
+        items: Items,
+    ) -> tuple[frozenset[int], bool]:
+        given = [items.sources[item] for item in others]
+        pointers = [items.addresses[item] for item in others]
+        lengths = _extents(given, _are_contiguous(given))
+        parameters = _dense(parameters)
+        near = Spans(parameters + _dense(unmatched))
+        is_held = near.cover(pointers, lengths)
+        if found and not all(is_held):
+            # Buffers, or what is in the state twice: that is seen from all ranges only.
+            is_held = Spans(parameters + _dense(state)).cover(pointers, lengths)
+        # What has no bytes is nowhere.
+        begin = {0, *compress(pointers, is_held)}
+        return (
+            frozenset([*found, *compress(others, is_held)]),
+            begin.issuperset(near.pointers[: len(parameters)]),
+        )
 
 
 def _without(items: Items, found: Sequence[int]) -> list[int]:

@@ -40,6 +40,60 @@ def test_strided_tensors_are_measured_from_their_first_to_their_last_element() -
     ]  # fmt: skip
 
 
+# --- one save after the other -------------------------------------------------------------------
+
+
+def _keys(selector: Selector, state: dict[str, Any]) -> list[str]:
+    """What a save of the state may copy late."""
+    items = collect(*flatten(state))
+    return [items.keys[item] for item in sorted(selector.select(items).items)]
+
+
+def test_a_parameter_that_has_moved_away_from_the_state_is_noticed() -> None:
+    parameters = _model(2)
+    selector = Selector(torch.optim.SGD(parameters, lr=1))
+    state = {"p0": parameters[0].detach(), "p1": parameters[1].detach()}
+    assert _keys(selector, state) == _keys(selector, state) == ["p0", "p1"]
+    parameters[1].data = parameters[1].data.clone()
+    with pytest.raises(UsageError, match="parameter 1 of SGD"):
+        _keys(selector, state)
+    assert _keys(selector, {**state, "p1": parameters[1].detach()}) == ["p0", "p1"]
+
+
+def test_memory_that_is_an_optimizers_no_more_is_noticed() -> None:
+    memory = torch.zeros(10)
+    parameter = nn.Parameter(memory)
+    selector = Selector(torch.optim.SGD([parameter], lr=1))
+    for _ in range(2):
+        assert _keys(selector, {"w": parameter.detach(), "tail": memory[4:]}) == ["w", "tail"]
+    parameter.data = memory[:4]  # where it was, and shorter
+    for _ in range(2):
+        assert _keys(selector, {"w": parameter.detach(), "tail": memory[4:]}) == ["w"]
+    parameter.data = memory[::2]  # as far as before, and with gaps
+    for _ in range(2):
+        assert _keys(selector, {"w": parameter.detach()[:4], "odd": memory[1:2]}) == []
+
+
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_state_that_is_replaced_or_comes_later_is_noticed(is_strided: bool) -> None:
+    [parameter] = _model(1)
+    optimizer = torch.optim.SGD([parameter], lr=1, momentum=0.9)
+    selector = Selector(optimizer)
+    model = {"w": parameter.detach()}
+    assert _keys(selector, {**model, "optimizer": optimizer}) == ["w"]
+    shape = (4, 8) if is_strided else (8, 4)
+    for _ in range(3):
+        momentum = torch.zeros(shape)
+        optimizer.state[parameter]["momentum_buffer"] = momentum.t() if is_strided else momentum
+        buffer = {"buffer": momentum[1:]}
+        for _ in range(2):
+            assert _keys(selector, {**model, "optimizer": optimizer, **buffer}) == [
+                "w", "optimizer.state.0.momentum_buffer", "buffer",
+            ]  # fmt: skip
+    buffer = {"buffer": momentum.clone()}
+    assert _keys(selector, {**model, "optimizer": optimizer, **buffer})[-1] != "buffer"
+
+
 # --- refused by name ----------------------------------------------------------------------------
 
 

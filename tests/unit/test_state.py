@@ -39,7 +39,14 @@ from milepost.boxes import BOXES_MAX, local_boxes
 from milepost.errors import UsageError
 from milepost.flattening import call_stateful, flatten, with_per_rank
 from milepost.offer import Kind, decode_offer, encode_offer
-from milepost.state import Items, collect, fingerprint, make_offer, serialise_objects
+from milepost.state import (
+    Fingerprints,
+    Items,
+    collect,
+    fingerprint,
+    make_offer,
+    serialise_objects,
+)
 
 U4: torch.dtype = vars(torch)["uint4"]
 
@@ -55,8 +62,15 @@ def refusal(state: dict[Any, Any]) -> str:
     return caught.value.message
 
 
+remembering = Fingerprints()
+
+
 def fingerprint_of(state: dict[Any, Any], *extra: Any) -> str:
-    return fingerprint(items_of(state), extra)
+    items = items_of(state)
+    found = fingerprint(items, extra)
+    # Whatever it was asked before, and once more.
+    assert [remembering.take(items, extra) for _ in range(2)] == [found, found]
+    return found
 
 
 # --- flattening ---------------------------------------------------------------------------------
