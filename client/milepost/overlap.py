@@ -23,6 +23,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -213,13 +214,14 @@ class Copy:
         self._on_end = on_end
         self._on_waited = on_waited
         self._pid = os.getpid()
-        self._has_ended = False
+        self._lock = threading.Lock()
+        """Taken to begin, and to see to it that nothing begins."""
+        self._is_given = False
+        self._is_running = False
         self._is_cancelled = False
-        # Not a daemon: at the interpreter's end it must not be stopped within torch. A thread a
-        # save, for one that waits for the next save would keep the interpreter from ending.
-        self._thread = threading.Thread(target=self.run, name="milepost-copy")
-        self._given = threading.Event()
+        self._copied = threading.Event()
         """All work was given to the queues; in host memory that means: done."""
+        self._ended = threading.Event()
         self.spans = spans
 
     def begin(self) -> None:
@@ -227,30 +229,37 @@ class Copy:
         for part in self._parts:
             part.begin()
 
-    def start(self) -> None:
-        """Copy in a thread of its own. Raises RuntimeError if there can be none."""
-        self._thread.start()
+    def start(self, executor: Executor) -> None:
+        """Have the executor's thread copy. Raises RuntimeError if there can be none."""
+        executor.submit(self.run)
+        self._is_given = True
 
     @property
-    def _has_begun(self) -> bool:
-        # Whoever was to start the thread may have been interrupted: then nobody comes.
-        return self._thread.ident is not None
+    def _is_coming(self) -> bool:
+        # Whoever was to give it to a thread may have been interrupted: then nobody comes.
+        return self._is_given or self._is_running
 
     def cancel(self) -> None:
         """Copy nothing if the thread has not got to it yet."""
-        self._is_cancelled = True
+        with self._lock:
+            if self._is_running:
+                return
+            self._is_cancelled = True
+        self.let_go()
+        self._copied.set()
+        self._ended.set()
 
     def join(self) -> None:
         """Return once nothing is copied, and what came of it was told."""
-        if self._has_begun:
-            self._thread.join()
+        if self._is_coming and not self.has_ended:
+            self._ended.wait()
 
     def run(self) -> None:
-        """Copy, check, and tell; on the copy's own thread."""
-        if self._is_cancelled:
-            self.let_go()
-            self._has_ended = True
-            return
+        """Copy, check, and tell; on the executor's thread."""
+        with self._lock:
+            if self._is_cancelled:
+                return
+            self._is_running = True
         # The trainer returns from `save()` first: it waits for the interpreter's lock.
         time.sleep(0)
         copy_with_one_thread()
@@ -260,7 +269,7 @@ class Copy:
                 with collector_paused():
                     self._give()
             finally:
-                self._given.set()
+                self._copied.set()
                 # Also after a failure: the slot must not be used while copies into it are queued.
                 for part in self._parts:
                     if part.mark is not None:
@@ -274,13 +283,15 @@ class Copy:
             self.let_go()
         try:
             self._on_end(error)
+        except Exception:
+            log.exception("the end of a background copy could not be told")
         finally:
-            self._has_ended = True
+            self._ended.set()
 
     @property
     def has_ended(self) -> bool:
         """Whether nothing is copied any more: also in a forked child, which has no such thread."""
-        return self._has_ended or os.getpid() != self._pid
+        return self._ended.is_set() or os.getpid() != self._pid
 
     def let_go(self) -> None:
         """Drop every reference to the state and to the image."""
@@ -293,11 +304,11 @@ class Copy:
 
     def hold(self) -> None:
         """Keep the caller, on the host or by its streams, until what is guarded was copied."""
-        if self.has_ended or not self._has_begun:
+        if self.has_ended or not self._is_coming:
             return
-        if not self._given.is_set():
+        if not self._copied.is_set():
             started_s = time.monotonic()
-            self._given.wait()
+            self._copied.wait()
             self._on_waited(time.monotonic() - started_s)
         for part in self._parts:
             if part.guarded_mark is not None:
@@ -398,10 +409,16 @@ class Overlap:
         )
         """Of host memory, the last one: what it was made from, and itself."""
         self._copy: Copy | None = None
+        # One thread for all copies: whoever starts one waits until it runs, which takes
+        # milliseconds where every core computes. The interpreter waits for what was submitted, not
+        # for more to come: no copy is stopped within torch.
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="milepost-copy")
 
     def arm(self) -> None:
-        """Begin to guard steps."""
+        """Begin to guard steps, and have a thread ready."""
         _arm(self)
+        with contextlib.suppress(RuntimeError):  # then a save says so
+            self._executor.submit(copy_with_one_thread)
 
     # --- before the copy
 
@@ -480,10 +497,10 @@ class Overlap:
         # First of all, since the thread may have run before `start` returns, or is interrupted.
         self._copy = copy
         try:
-            copy.start()
+            copy.start(self._executor)
         except RuntimeError as error:
+            copy.cancel()
             self._copy = None
-            copy.let_go()
             raise SaveFailed("internal", f"no thread can be started to copy: {error}") from error
         except BaseException:
             copy.cancel()
@@ -577,6 +594,7 @@ class Overlap:
         """Settle, and guard no more."""
         self.settle()
         _disarm(self)
+        self._executor.shutdown()
 
 
 def _sampler(layout: LayoutColumns, positions: Iterable[int]) -> Sampler:

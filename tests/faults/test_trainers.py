@@ -206,6 +206,54 @@ def test_a_script_that_ends_right_after_staging_ends_soon_and_its_save_is_commit
         judge(folder / way, ["latest"], ranks=1, values=64)
 
 
+COPYING = """
+import multiprocessing, os, sys
+import torch
+from milepost import Checkpointer
+
+def train():
+    parameter = torch.nn.Parameter(torch.rand(1 << 26))
+    ck = Checkpointer(sys.argv[1], staging="overlap", optimizer=torch.optim.SGD([parameter], lr=1))
+    save = ck.save(4, {"step": 4, "replica": torch.full((16,), 4.0), "p": parameter,
+                       "w": torch.arange(64, dtype=torch.float64) + 4})
+    print(save.phase, flush=True)
+    if WAY == "kept":
+        globals()["kept"] = ck  # as a module's variable that nobody closes
+    if WAY == "exception":
+        raise RuntimeError("a bug of the training loop")
+    if WAY == "sys.exit":
+        sys.exit(0)
+
+if WAY == "child":
+    child = multiprocessing.get_context("fork").Process(target=train)
+    child.start()
+    child.join()
+else:
+    train()
+"""
+
+
+def test_a_script_that_ends_while_a_copy_is_under_way_still_gets_its_checkpoint(
+    folder: Path, shm: Path
+) -> None:
+    places = {"MILEPOST_SHM_DIR": str(shm)}
+    ways = {"return": 0, "kept": 0, "sys.exit": 0, "exception": 1, "child": 0}
+    with members(folder, folder, [[]], **places) as (member,):
+        for way, code in ways.items():
+            ended = subprocess.run(
+                [sys.executable, "-c", f"WAY = {way!r}\n{COPYING}", str(folder / way)],
+                capture_output=True, text=True, timeout=200,
+                env={**os.environ, **places, "MILEPOST_RUN_DIR": str(member.node.run_dir)},
+            )  # fmt: skip
+            # Copying 256 MiB into new memory takes longer than to get from save() to the print.
+            assert (code, "staging\n") == (ended.returncode, ended.stdout), ended.stderr
+            until(lambda way=way: (folder / way / "latest").is_symlink(), f"{way}: committed")  # type: ignore[misc]
+            assert ["step_4"] == check_root(folder / way)
+        until(lambda: not os.listdir(shm), "shared memory is freed")
+    for way in ways:
+        judge(folder / way, ["latest"], ranks=1, values=64)
+
+
 PREEMPTED = """
 import os, sys, time
 import torch

@@ -6,6 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -310,11 +311,9 @@ def test_accumulation_steps_without_an_optimizer_step_do_not_wait(
 def test_a_closure_runs_after_the_guard(bench: MakeBench, gated: GatedStreams) -> None:
     parameters = _model(1)
     optimizer = torch.optim.LBFGS(parameters, max_iter=2)
-    made = bench(optimizer, lambda _: gated)
+    # It must come first.
     opener = torch_optimizer.register_optimizer_step_pre_hook(lambda *_: gated.gate.set())
-    # The opener must come first.
-    made.overlap.close()
-    made.overlap.arm()
+    made = bench(optimizer, lambda _: gated)
     pieces: list[int] = []
     gated.after = lambda: pieces.append(1)
     seen: list[int] = []
@@ -505,13 +504,13 @@ def test_a_copy_whose_thread_cannot_be_started_fails_its_save_and_holds_nobody(
 ) -> None:
     parameters = _model()
     optimizer = torch.optim.SGD(parameters, lr=1)
-    made = bench(optimizer)
 
     def fail(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", fail)
+        made = bench(optimizer)
         with pytest.raises(SaveFailed, match="no thread can be started to copy"):
             made.save(_state(parameters, optimizer))
     made.overlap.guard()
@@ -529,15 +528,15 @@ def test_an_interrupt_while_a_copy_begins_keeps_nobody_for_ever(
     parameters = _model()
     optimizer = torch.optim.SGD(parameters, lr=1)
     made = bench(optimizer)
-    start = threading.Thread.start
+    submit = ThreadPoolExecutor.submit
 
-    def interrupted(thread: threading.Thread) -> None:
+    def interrupted(pool: ThreadPoolExecutor, task: Callable[[], None]) -> None:
         if is_begun:
-            start(thread)
+            submit(pool, task)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", interrupted)
+        patched.setattr(ThreadPoolExecutor, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             made.save(_state(parameters, optimizer))
     made.overlap.guard()

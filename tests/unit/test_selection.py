@@ -82,6 +82,7 @@ def test_state_that_is_replaced_or_comes_later_is_noticed(is_strided: bool) -> N
     model = {"w": parameter.detach()}
     assert _keys(selector, {**model, "optimizer": optimizer}) == ["w"]
     shape = (4, 8) if is_strided else (8, 4)
+    momentum = torch.zeros(0)
     for _ in range(3):
         momentum = torch.zeros(shape)
         optimizer.state[parameter]["momentum_buffer"] = momentum.t() if is_strided else momentum
