@@ -50,6 +50,15 @@ def map_file(path: Path) -> mmap.mmap:
         os.close(file)
 
 
+def sync_file(path: Path) -> None:
+    """Sync a file or a directory."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 def main() -> None:
     with map_file(Path(sys.argv[1])) as mapped, memoryview(mapped) as content:
         for line in sys.stdin:

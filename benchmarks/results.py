@@ -26,6 +26,7 @@ OTHERS: Final = (
     "torch-process-shm",
     "torch-process-shm-async",
     "torch-checkpointing",
+    "torch-checkpointing-synced",
 )
 SYSTEMS: Final[tuple[str, ...]] = (*OURS, *OTHERS)
 

@@ -29,6 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
+from benchmarks.direct import sync_file
 from benchmarks.results import Task
 from benchmarks.workloads import Training
 from milepost import Checkpointer, Save
@@ -77,6 +78,7 @@ class System(ABC):
     """One way of saving, on one rank."""
 
     is_synced = True
+    """Whether what it calls saved would be there after a crash of the machine."""
 
     @abstractmethod
     def save(self, step: int, state: dict[str, Any], path: Path) -> Pending:
@@ -199,11 +201,14 @@ class TorchAsync(System):
 class TorchCheckpointing(System):
     """torch_checkpointing: a child a rank, staging behind the step, a lock for the optimizer. Its
     files are its own, not those of torch's distributed checkpoints.
+
+    It ends a save when all is in the page cache. `-synced`: rank 0 then syncs all files, in a
+    thread, and the save ends when they could be found after a crash, as with the other systems.
     """
 
-    is_synced = False
-
     def __init__(self, task: Task) -> None:
+        self.is_synced = task.system.endswith("-synced")
+        self._has_to_sync = self.is_synced and task.rank == 0
         if importlib.util.find_spec("torch_checkpointing") is None:
             raise Unavailable(
                 "torch_checkpointing is not installed: pip install -e '.[bench-peers]'"
@@ -219,7 +224,24 @@ class TorchCheckpointing(System):
         self._manager.prewarm_staging(state)
 
     def save(self, step: int, state: dict[str, Any], path: Path) -> Pending:
-        return _of_future(self._manager.save(str(path), state))
+        future = self._manager.save(str(path), state)
+        if not self._has_to_sync:
+            return _of_future(future)
+        pending = Pending()
+
+        def sync() -> None:
+            try:
+                future.result()
+                for file in path.iterdir():
+                    sync_file(file)
+                sync_file(path)
+            except Exception as error:
+                pending.end(error)
+            else:
+                pending.end()
+
+        threading.Thread(target=sync).start()
+        return pending
 
     def guard(self) -> AbstractContextManager[object]:
         lock: AbstractContextManager[object] = self._manager.lock()
@@ -273,7 +295,7 @@ def make(task: Task, training: Training) -> System:
             return Milepost(task, training)
         case "torch-save":
             return TorchSave(task)
-        case "torch-checkpointing":
+        case "torch-checkpointing" | "torch-checkpointing-synced":
             return TorchCheckpointing(task)
         case _:
             return TorchAsync(task)
