@@ -101,8 +101,8 @@ def synthetic() -> Results:
         many = spread([seconds / 2, seconds, 2 * seconds])
         return Cost(
             is_synced=is_synced, prepare_s=many, first_stall_s=many, first_lost_s=many,
-            stall_s=many, guard_s=many, lost_s=many, slow_down=None, busy_commit_s=many, commit_s=many,
-            cpu_s=many, memory_bytes=many, shared_bytes=many, descriptors=many,
+            stall_s=many, guard_s=many, lost_s=many, slow_down=None, busy_commit_s=many,
+            commit_s=many, cpu_s=many, memory_bytes=many, shared_bytes=many, descriptors=many,
         )  # fmt: skip
 
     return Results(
