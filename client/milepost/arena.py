@@ -3,27 +3,23 @@ daemon.
 
 Owns the file's form: [header page][layout table][record area of each slot][image of each slot],
 every part starting on a page. Knows nothing of tensors (staging does), of checkpoint directories
-(storage does) or of pinning, and never imports torch. The file outlives both processes: what was
-sealed in a slot can be read by whoever opens the file next. It holds one descriptor, inside the
-mapping. multiprocessing.shared_memory is not used: before Python 3.13 the first process to exit
-unlinks the segment under the other one.
+(storage does), of how memory is taken (pages does) or of pinning, and never imports torch. The file
+outlives both processes: what was sealed in a slot can be read by whoever opens the file next. It
+holds one descriptor, inside the mapping. multiprocessing.shared_memory is not used: before Python
+3.13 the first process to exit unlinks the segment under the other one.
 
 A slot's state is one byte, so it is never torn; the record is written before the state says STAGED
-and carries a CRC. Sources: posix_fallocate(3), madvise(2), tmpfs(5), cgroup v1 and v2 memory
-controllers.
+and carries a CRC. Sources: mmap(2), tmpfs(5).
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import hashlib
 import mmap
 import os
 import re
 import stat
 import struct
-import threading
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
@@ -31,9 +27,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgpack
 import msgspec
-import psutil
 from isal import isal_zlib
 
+from milepost import pages
 from milepost.errors import Rejected
 from milepost.format.layout import PAGE_BYTES, align
 from milepost.storage import storage_error
@@ -56,24 +52,6 @@ _RECORD_AT: Final = 8
 """In a slot's record area: the state byte stands at 0, this head here, the record behind it."""
 _DATA_AT: Final = _RECORD_AT + _RECORD.size
 _LAYOUT_ID_BYTES: Final = 64
-_MADV_DONTFORK: Final = 10
-_MADV_POPULATE_WRITE: Final = 23
-_FAULT_PIECE_BYTES: Final = 64 << 20
-"""One madvise call: long enough to be efficient, short enough that a signal is served in between.
-"""
-FAULT_THREADS_MAX: Final = 4
-"""More gain little: the kernel clears pages as fast as memory allows."""
-
-_RESERVE_PIECE_BYTES: Final = 256 << 20
-"""One fallocate call: tmpfs starts a call anew when a signal arrives, so one call for all might
-never end.
-"""
-_LIBC: Final = ctypes.CDLL(None, use_errno=True)
-
-_SHM_HINT: Final = (
-    "set MILEPOST_SHM_DIR to a larger memory file system, or give the container more (docker: "
-    "--shm-size; kubernetes: an emptyDir of medium Memory), or, if slots is above 2, use fewer"
-)
 
 
 class SlotState(IntEnum):
@@ -224,12 +202,7 @@ class Arena:
         self.image_bytes: Final = shape.image_bytes
         self.nbytes: Final = shape.nbytes
         self._map = mmap.mmap(descriptor, shape.nbytes)
-        # A forked worker would keep the memory long after this process has given it back.
-        anchor = ctypes.c_char.from_buffer(self._map)
-        _LIBC.madvise(
-            ctypes.c_void_p(ctypes.addressof(anchor)), ctypes.c_size_t(shape.nbytes), _MADV_DONTFORK
-        )
-        del anchor
+        pages.keep_from_children(self._map)
         self._view = memoryview(self._map)
         self.slots: Final = tuple(self._slots(shape))
 
@@ -278,7 +251,7 @@ class Arena:
             len(table),
         )
         try:
-            _check_room(path.parent, shape.nbytes)
+            pages.check_room(path.parent, shape.nbytes)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(path, flags, 0o600)
         except FileExistsError as error:
@@ -297,7 +270,7 @@ class Arena:
             raise storage_error("create", path, error, shape.nbytes) from error
         try:
             try:
-                _reserve(path, descriptor, shape.nbytes)
+                pages.reserve(path, descriptor, shape.nbytes)
                 os.pwrite(descriptor, table, PAGE_BYTES)
                 # The header last: a file without one is no arena.
                 fields = _HEADER.pack(_MAGIC, ARENA_VERSION, *shape, isal_zlib.crc32(table), name)
@@ -359,45 +332,9 @@ class Arena:
         where pages are new.
 
         Args:
-            threads: among which the pages are shared out; None: one for every second core that this
-                process may use, up to `FAULT_THREADS_MAX`.
+            threads: among which the pages are shared out; None: as many as pay off.
         """
-        if threads is None:
-            threads = min(FAULT_THREADS_MAX, max(1, len(os.sched_getaffinity(0)) // 2))
-        # Also keeps `close` from unmapping meanwhile.
-        anchor = ctypes.c_char.from_buffer(self._map)
-        start = ctypes.addressof(anchor)
-        # Each takes the next piece: `next` on a range's iterator is one step under the GIL.
-        pieces = iter(range(0, self.nbytes, _FAULT_PIECE_BYTES))
-
-        def work() -> None:
-            for at in pieces:
-                self._fault_in_piece(start, at, min(_FAULT_PIECE_BYTES, self.nbytes - at))
-
-        others = [
-            threading.Thread(target=work, name="milepost-fault-in", daemon=True)
-            for _ in range(threads - 1)
-        ]
-        for each in others:
-            each.start()
-        work()
-        for each in others:
-            each.join()
-        del anchor
-
-    def _fault_in_piece(self, start: int, at: int, length: int) -> None:
-        while _LIBC.madvise(
-            ctypes.c_void_p(start + at), ctypes.c_size_t(length), _MADV_POPULATE_WRITE
-        ):
-            if ctypes.get_errno() not in (errno.EINTR, errno.EAGAIN):
-                self._touch(at, length)
-                return
-
-    def _touch(self, at: int, length: int) -> None:
-        """Read a byte of each page, for kernels before 5.14. Reading, since staging may be writing
-        there.
-        """
-        bytes(self._view[at : at + length : PAGE_BYTES])
+        pages.fault_in(self._map, threads)
 
     def close(self) -> None:
         """Unmap, and close the descriptor. Views that are still in use keep the memory until they
@@ -459,91 +396,9 @@ def find_arenas(job: str) -> list[ArenaFile]:
     return sorted(found, key=lambda each: each[1:])
 
 
-def memory_free(own: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes this process may still take: the machine's, or what its control groups leave
-    if that is less.
-    """
-    free: int = psutil.virtual_memory().available
-    for group, limit_name, used_name, prefix in _memory_groups(own, mount):
-        try:
-            limit = (group / limit_name).read_text().strip()
-            used = int((group / used_name).read_text())
-            fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            continue  # No limit here, or the memory controller is off.
-        if limit.isdecimal():
-            # Page cache goes when memory is wanted; memory file systems are not counted among it.
-            cache = sum(
-                int(fields.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active")
-            )
-            free = min(free, max(0, int(limit) - used + cache))
-    return free
-
-
-def _memory_groups(own: Path, mount: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Yield this process's memory groups, innermost first, each with the names of its files for v1
-    or v2.
-    """
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            top, names = mount, ("memory.max", "memory.current", "")
-        elif "memory" in controllers.split(","):
-            top = mount / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-        else:
-            continue
-        # In a container the path may name what only the host sees; the top of the mount is then
-        # the container's own group.
-        parts = () if ".." in path else Path(path.lstrip("/")).parts
-        for count in range(len(parts), -1, -1):
-            yield top.joinpath(*parts[:count]), *names
-
-
 def _prefix(job: str) -> str:
     return f"milepost-{os.geteuid()}-{hashlib.blake2b(job.encode(), digest_size=8).hexdigest()}-"
 
 
 def _invalid(path: Path, what: str) -> Rejected:
     return Rejected("arena-invalid", f"arena {path}: {what}")
-
-
-def _too_small(directory: Path, wanted: int, free: int, of: str) -> Rejected:
-    return Rejected(
-        "shm-too-small",
-        f"an arena in {directory} wants {wanted} bytes, {free} bytes of {of} are free",
-        _SHM_HINT,
-    )
-
-
-def _free_bytes(directory: Path) -> int | None:
-    """Return what the file system has left; None if it has no limit of its own."""
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize if status.f_blocks else None
-
-
-def _check_room(directory: Path, wanted: int) -> None:
-    free = _free_bytes(directory)
-    if free is not None and wanted > free:
-        raise _too_small(directory, wanted, free, "the file system")
-    memory = memory_free()
-    if wanted > memory:
-        raise _too_small(directory, wanted, memory, "memory")
-
-
-def _reserve(path: Path, descriptor: int, nbytes: int) -> None:
-    """Take all pages now: a shortage is an error here, where a sparse file would be SIGBUS at the
-    first touch.
-    """
-    for at in range(0, nbytes, _RESERVE_PIECE_BYTES):
-        try:
-            os.posix_fallocate(descriptor, at, min(_RESERVE_PIECE_BYTES, nbytes - at))
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-                raise
-            free = _free_bytes(path.parent) or 0
-            raise _too_small(path.parent, nbytes, free + at, "the file system") from error

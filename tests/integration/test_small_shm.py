@@ -37,7 +37,7 @@ def in_own_file_system(mount_point: Path, mount: str, script: str) -> list[str]:
 ARENA = """
 import os, sys
 from pathlib import Path
-from milepost import arena
+from milepost import pages
 from milepost.arena import Arena, arena_dir, arena_path
 from milepost.errors import Rejected
 
@@ -51,8 +51,8 @@ if sys.argv[1] != "/dev/shm":
 assert str(arena_dir()) == sys.argv[1]
 one = create(0, 1 << 20)
 one.slots[1].image[:] = b"x" * (1 << 20)
-for check in (arena._check_room, lambda directory, wanted: None):
-    arena._check_room = check
+for check in (pages.check_room, lambda directory, wanted: None):
+    pages.check_room = check
     try:
         create(1, 16 << 20)
     except Rejected as error:
@@ -88,6 +88,58 @@ def test_an_image_that_does_not_fit_shared_memory_is_refused_before_a_page_is_to
         assert "--shm-size" in hint
         assert "1" == left
     assert [str(2 * (3 << 20) + 3 * 4096)] == lines[8:]
+
+
+HUGE = """
+import os, sys
+from pathlib import Path
+from milepost import pages
+from milepost.arena import Arena
+from milepost.errors import Rejected
+
+os.environ["MILEPOST_SHM_DIR"] = sys.argv[1]
+
+def create(name, image_bytes):
+    return Arena.create(Path(sys.argv[1]) / name, layout_id="l", table=b"", slots=2,
+                        image_bytes=image_bytes, record_bytes=4096)
+
+def mapped(arena, field):
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(line for line in lines if line.endswith(str(arena.path)))
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
+
+def used():
+    status = os.statvfs(sys.argv[1])
+    return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+one = create("one", 8 << 20)
+print(used() - one.nbytes < 2 << 20)
+one.fault_in()
+print(mapped(one, "Rss") == one.nbytes, mapped(one, "ShmemPmdMapped") >> 20)
+print(not any(bytes(slot.image).strip(bytes(1)) for slot in one.slots))
+one.slots[1].image[:] = b"x" * (8 << 20)
+before, pages.check_room = used(), lambda directory, wanted: None
+try:
+    create("two", 40 << 20)
+except Rejected as error:
+    print(error.code, f" {(64 << 20) - before} bytes of the file system are free" in error.message)
+print(used() == before, bytes(one.slots[1].image) == b"x" * (8 << 20))
+one.close()
+one.unlink()
+print(used())
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "mib"), [("huge=never", 0), ("huge=advise", 16), ("huge=always", 16)]
+)
+def test_huge_pages_are_taken_where_the_mount_gives_them(
+    tmp_path: Path, option: str, mib: int
+) -> None:
+    lines = in_own_file_system(tmp_path, f"tmpfs -o size=64m,{option}", HUGE)
+    assert lines == [
+        "True", f"True {mib}", "True", "shm-too-small True", "True True", "0",
+    ]  # fmt: skip
 
 
 TARGET = """

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from milepost import arena as arena_module
+from milepost import pages
 from milepost.arena import (
     Arena,
     Slot,
@@ -25,7 +26,6 @@ from milepost.arena import (
     SlotState,
     arena_path,
     find_arenas,
-    memory_free,
     record_bytes,
 )
 from milepost.errors import Rejected
@@ -290,7 +290,7 @@ def test_a_file_system_too_small_is_an_error_with_the_numbers_before_anything_is
 def test_memory_too_small_is_an_error_with_the_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena_module, "memory_free", lambda: 12_345)
+    monkeypatch.setattr(pages, "memory_free", lambda: 12_345)
     with pytest.raises(Rejected, match="12345 bytes of memory are free"):
         create(tmp_path / "a")
     assert [] == list(tmp_path.iterdir())
@@ -346,8 +346,8 @@ def test_fault_in_maps_every_page_and_changes_none(
             return -1
 
     if kernel == "old":
-        monkeypatch.setattr(arena_module, "_LIBC", OldLibc())
-    monkeypatch.setattr(arena_module, "_FAULT_PIECE_BYTES", 5 * PAGE_BYTES)
+        monkeypatch.setattr(pages, "_LIBC", OldLibc())
+    monkeypatch.setattr(pages, "_FAULT_PIECE_BYTES", 5 * PAGE_BYTES)
     arena = create(tmp_path / "a", image_bytes=200_000)
     arena.slots[1].image[:] = b"x" * len(arena.slots[1].image)
     arena.fault_in(threads)
@@ -372,8 +372,8 @@ def test_the_pages_are_shared_out_among_threads_and_each_is_mapped_once(
             return 0
 
     arena = create(tmp_path / "a", image_bytes=200_000)
-    monkeypatch.setattr(arena_module, "_LIBC", Libc())
-    monkeypatch.setattr(arena_module, "_FAULT_PIECE_BYTES", 5 * PAGE_BYTES)
+    monkeypatch.setattr(pages, "_LIBC", Libc())
+    monkeypatch.setattr(pages, "_FAULT_PIECE_BYTES", 5 * PAGE_BYTES)
     arena.fault_in(2)
     assert 2 == len({name for name, _, _ in asked})
     spans = sorted((start, start + length) for _, start, length in asked)
@@ -445,41 +445,3 @@ def test_arenas_are_found_by_job_oldest_first_and_no_other_jobs(
     (tmp_path / "milepost-notes").touch()
     assert [(2, 1, 0), (2, 1, 1), (10, 0, 0)] == [each[1:] for each in find_arenas("mine")]
     assert arena_path("mine", 2, 1, 0) == find_arenas("mine")[0].path
-
-
-def group(directory: Path, limit: str, used: int, stat_text: str, version: int) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    names = {
-        1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        2: ("memory.max", "memory.current"),
-    }[version]
-    (directory / names[0]).write_text(limit + "\n")
-    (directory / names[1]).write_text(f"{used}\n")
-    (directory / "memory.stat").write_text(stat_text)
-
-
-def test_memory_left_is_the_tightest_limit_above_the_process(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.write_text("0::/pod/box\n")
-    group(tmp_path / "pod" / "box", "max", 10, "inactive_file 0\n", 2)
-    group(tmp_path / "pod", "1000", 700, "inactive_file 50\nactive_file 5\nshmem 600\n", 2)
-    assert 355 == memory_free(own, tmp_path)
-
-
-def test_memory_left_is_read_from_version_1_groups_too(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.write_text("9:name=systemd:/\n4:cpu,memory:/a\n0::/\n")
-    stat_text = "total_inactive_file 7\ntotal_active_file 0\n"
-    group(tmp_path / "memory" / "a", "500", 600, stat_text, 1)
-    assert 0 == memory_free(own, tmp_path)
-
-
-def test_memory_left_in_a_container_is_read_from_the_top_of_its_mount(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.write_text("0::/../../not/visible/here\n")
-    group(tmp_path, "1000", 400, "inactive_file 0\n", 2)
-    assert 600 == memory_free(own, tmp_path)
-
-
-def test_memory_left_without_groups_is_the_machines(tmp_path: Path) -> None:
-    assert memory_free(tmp_path / "missing", tmp_path) > 1 << 20

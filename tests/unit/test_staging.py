@@ -357,7 +357,7 @@ def test_shared_memory_too_small_leaves_the_layout_in_force_that_is_used(
 ) -> None:
     one = stager()
     staged = saved(one, {"a": torch.ones(2)}, "first")
-    monkeypatch.setattr("milepost.arena._free_bytes", lambda _: 4096)
+    monkeypatch.setattr("milepost.pages._free_bytes", lambda _: 4096)
     with pytest.raises(Rejected, match="shm-too-small"):
         lay_out(one, items_of({"a": torch.ones(100)}), "second")
     assert one.layout_id == "first"
@@ -371,7 +371,7 @@ def test_an_arena_in_which_nothing_is_needed_makes_room_for_the_next(
     first = saved(one, {"a": torch.ones(2)}, "first")
     first.slot.release()
     monkeypatch.setattr(
-        "milepost.arena._free_bytes", lambda _: 4096 if first.arena.exists() else 1 << 30
+        "milepost.pages._free_bytes", lambda _: 4096 if first.arena.exists() else 1 << 30
     )
     saved(one, {"a": torch.ones(100)}, "second")
     assert one.layout_id == "second"
@@ -384,7 +384,7 @@ def test_after_shared_memory_was_too_small_for_a_new_layout_the_old_one_can_be_m
     one = stager()
     saved(one, {"a": torch.ones(2)}, "first").slot.release()
     with monkeypatch.context() as patched:
-        patched.setattr("milepost.arena._free_bytes", lambda _: 4096)
+        patched.setattr("milepost.pages._free_bytes", lambda _: 4096)
         with pytest.raises(Rejected, match="shm-too-small"):
             lay_out(one, items_of({"a": torch.ones(100)}), "second")
     items = items_of({"a": torch.ones(2)})
