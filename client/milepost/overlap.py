@@ -115,7 +115,10 @@ class Part:
     def give(self) -> None:
         """Give all copies to the queue, guarded ones first, then the late samples of these."""
         guarded = len(self.keys)
-        sources = self.sources[:guarded]
+        # Detached: should a storage be replaced meanwhile, the copy keeps the one it has. Not
+        # sooner, for it takes as long as all else in `save()`.
+        sources = list(map(torch.Tensor.detach, self.sources[:guarded]))
+        self._keep(sources)
         try:
             for into, out_of in self._guarded_copies(sources):
                 self._give_copies(into, out_of)
@@ -125,7 +128,9 @@ class Part:
         finally:
             self.guarded_mark = self.mark = self.streams.mark()
         try:
-            for into, out_of in _chunks(self.targets[guarded:], self.sources[guarded:]):
+            clones = self.sources[guarded:]
+            self._keep(clones)
+            for into, out_of in _chunks(self.targets[guarded:], clones):
                 self._give_copies(into, out_of)
             for sampler in (self.early, self.late):
                 if sampler is not None:
@@ -143,13 +148,11 @@ class Part:
         yield from self.gathering.gathered(self.image, sources)
         yield from _chunks(*self.gathering.rest(self.targets, sources))
 
-    def _give_copies(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        # Detached: should a storage be replaced meanwhile, the copy keeps the one it has. Not
-        # sooner, for it takes as long as all else in `save()`.
-        sources = list(map(torch.Tensor.detach, sources))
+    def _keep(self, sources: list[torch.Tensor]) -> None:
         self.kept += sources
         self.streams.keep(sources)
 
+    def _give_copies(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         def copy() -> None:
             with torch.no_grad():
                 torch._foreach_copy_(targets, sources, non_blocking=True)
@@ -557,10 +560,11 @@ class Overlap:
         known = self._kept.get(device)
         if known is None or known.made_for != made_for:
             picked = range(0, len(positions), -(-len(positions) // EARLY_MAX))
-            early = _sampler(layout, [positions[index] for index in picked])
-            late = _sampler(layout, positions)
+            is_host = not part.streams.gathers
+            early = _sampler(layout, [positions[index] for index in picked], by_address=is_host)
+            late = _sampler(layout, positions, by_address=is_host)
             gathering = None
-            if part.streams.gathers and part.image is not None:
+            if not is_host and part.image is not None:
                 gathering = Gathering(layout, positions, part.image, part.sources[0].device)
             known = self._kept[device] = _Kept(made_for, early, picked, late, gathering)
         _, part.early, part.early_picked, part.late, part.gathering = known
@@ -597,12 +601,13 @@ class Overlap:
         self._executor.shutdown()
 
 
-def _sampler(layout: LayoutColumns, positions: Iterable[int]) -> Sampler:
+def _sampler(layout: LayoutColumns, positions: Iterable[int], *, by_address: bool) -> Sampler:
     chosen = list(positions)
     return Sampler(
         [layout.sizes[position] for position in chosen],
         [dtype for position in chosen if (dtype := layout.dtypes[position]) is not None],
         [layout.payloads_at[position] for position in chosen],
+        by_address=by_address,
     )
 
 

@@ -22,7 +22,9 @@ class Streams(Protocol):
 
     @property
     def gathers(self) -> bool:
-        """Whether small tensors are worth gathering on the device before they are copied."""
+        """Whether the tensors are out of the host's reach, so that small ones are worth gathering
+        on the device before they are copied.
+        """
 
     def fork(self) -> None:
         """Let the copy's queue wait for all that the current stream was given so far."""

@@ -240,7 +240,7 @@ def test_what_prepare_made_serves_every_save(
         raise AssertionError("a save makes again what prepare() has made")
 
     monkeypatch.setattr(under_test, "Sampler", unexpected)
-    monkeypatch.setattr(Sampler, "_addresses", unexpected)
+    monkeypatch.setattr(Sampler, "_make_rows", unexpected)
     for step in range(3):
         _step(optimizer, parameters)
         made.save(_state(parameters, optimizer))
@@ -576,7 +576,10 @@ def test_what_lies_between_the_elements_of_a_parameter_is_copied_at_once(bench: 
     [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex128, torch.float8_e5m2],
     ids=str,
 )
-def test_samples_compare_bits_whatever_the_type_and_the_strides(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("by_address", [False, True])
+def test_samples_compare_bits_whatever_the_type_and_the_strides(
+    dtype: torch.dtype, by_address: bool
+) -> None:
     raw = torch.randint(0, 2, (6, 5, 4)).to(dtype)
     sources = [raw, raw.transpose(0, 2), raw[::2, 1:, :3], raw[0, 0, 0], raw[:0]]
     sources = [source for source in sources if source.numel()]
@@ -585,7 +588,12 @@ def test_samples_compare_bits_whatever_the_type_and_the_strides(dtype: torch.dty
         payloads_at.append(len(image))
         data = source.contiguous().reshape(-1).view(torch.uint8)
         image += bytes(data.tolist()).ljust(-(-data.numel() // 64) * 64, b"\0")
-    sampler = Sampler([tuple(each.shape) for each in sources], [dtype] * len(sources), payloads_at)
+    sampler = Sampler(
+        [tuple(each.shape) for each in sources],
+        [dtype] * len(sources),
+        payloads_at,
+        by_address=by_address,
+    )
     sampler.read(sources)
     held = torch.frombuffer(bytearray(image), dtype=torch.uint8)
     assert sampler.differing(held) == []
@@ -596,9 +604,10 @@ def test_samples_compare_bits_whatever_the_type_and_the_strides(dtype: torch.dty
     assert sampler.differing(held) == []
 
 
-def test_equal_nans_are_no_difference() -> None:
+@pytest.mark.parametrize("by_address", [False, True])
+def test_equal_nans_are_no_difference(by_address: bool) -> None:
     source = torch.full((7,), float("nan"))
-    sampler = Sampler([(7,)], [torch.float32], [0])
+    sampler = Sampler([(7,)], [torch.float32], [0], by_address=by_address)
     sampler.read([source])
     assert sampler.differing(source.view(torch.uint8)) == []
 
