@@ -248,6 +248,7 @@ def placed(by: str, global_size: Box, offsets: Box) -> str:
 
 _SHAPE, _DTYPE, _IS_CPU = attrgetter("shape"), attrgetter("dtype"), attrgetter("is_cpu")
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
+_SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
 
 
 class _LocalPart(NamedTuple):
@@ -339,6 +340,47 @@ class _Collector:
 
     def add_dtensor_run(self, keys: Sequence[str], values: Sequence[DTensor]) -> None:
         """Add values of sort `_DTENSOR`."""
+        if not self._add_usual_dtensors(keys, values):
+            self._add_dtensors(keys, values)
+
+    def _add_usual_dtensors(self, keys: Sequence[str], values: Sequence[DTensor]) -> bool:
+        """Add values if each holds one box as a plain tensor; tell whether."""
+        known = self.parts
+        specs, local = list(map(_SPEC, values)), list(map(_LOCAL, values))
+        parts = [
+            known.get(id(spec)) or self.look_at(value)
+            for spec, value in zip(specs, values, strict=True)
+        ]
+        usual = [part for part in parts if part is not None]
+        if len(usual) < len(parts) or set(map(type, local)) != {torch.Tensor}:
+            return False
+        try:
+            addresses = list(map(torch.Tensor.data_ptr, local))
+        except RuntimeError:
+            return False
+        sizes, dtypes = list(map(_SHAPE, local)), list(map(_DTYPE, local))
+        if (
+            not all(addresses)
+            or sizes != [part.sizes for part in usual]
+            or not _DTYPE_NAMES.keys() >= set(dtypes)
+        ):
+            return False
+        is_host = all(map(_IS_CPU, local))
+        items = self.items
+        items.keys += keys
+        items.kinds += bytes([Kind.SHARD]) * len(keys)
+        items.sources += local
+        items.dtypes += dtypes
+        items.global_sizes += [part.global_size for part in usual]
+        items.offsets += [part.offsets for part in usual]
+        items.sizes += sizes
+        items.devices += ["cpu"] * len(keys) if is_host else [each.device.type for each in local]
+        items.addresses += addresses
+        items.placements += [part.placement for part in usual]
+        items.requires_grad += bytes(map(_REQUIRES_GRAD, values))
+        return True
+
+    def _add_dtensors(self, keys: Sequence[str], values: Sequence[DTensor]) -> None:
         items, parts, storable, plain = self.items, self.parts, _DTYPE_NAMES, torch.Tensor
         put_key, put_kind, put_source = items.keys.append, items.kinds.append, items.sources.append
         put_dtype, put_size = items.dtypes.append, items.sizes.append
