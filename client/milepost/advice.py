@@ -93,17 +93,22 @@ def watching_steps() -> Iterator[None]:
         )
 
 
-def tell_unprepared(planned_s: float, copied_s: float | None) -> None:
+def tell_unprepared(planned_s: float, copied_s: float | None, *, was_prepared: bool) -> None:
     """Say what a first save paid that `prepare` would have paid ahead, and how to avoid it.
 
-    copied_s: None: the copy goes on behind training, and takes longer than later ones.
+    Args:
+        planned_s: what it took to plan and to reserve memory.
+        copied_s: the copy; None: it goes on behind training, and takes longer than later ones.
+        was_prepared: `prepare` was called, and for another structure.
     """
     copied = "the copy behind training also touches its pages for the first time"
     if copied_s is not None:
         copied = f"copying into pages never touched {copied_s:.1f} s"
     log.log(
         logging.WARNING if planned_s + (copied_s or 0.0) > UNPREPARED_S else logging.INFO,
-        "the first save was not prepared: planning and reserving memory took %.1f s, %s; "
-        "ck.prepare(state) before the loop pays for that ahead",
+        "the first save was %s: planning and reserving memory took %.1f s, %s; "
+        "ck.prepare(state) after the optimizer's first step, when it has its state, pays for that "
+        "ahead",
+        "prepared with a state of another structure" if was_prepared else "not prepared",
         planned_s, copied,
     )  # fmt: skip

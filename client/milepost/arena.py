@@ -237,7 +237,7 @@ class Arena:
             record_bytes: least size of a record area, see `record_bytes()`.
 
         Raises:
-            Rejected: "shm-too-small" before any page is touched, if the directory or the memory
+            Rejected: "shm-too-small" before anything is staged, if the directory or the memory
                 left to this process is too small; "arena-invalid" if the file exists.
             StorageError: the directory is missing or refused.
         """
@@ -360,8 +360,8 @@ class Arena:
 
 
 def arena_dir() -> Path:
-    """Return where arenas lie: `$MILEPOST_SHM_DIR`, else `/dev/shm`."""
-    return Path(os.environ.get("MILEPOST_SHM_DIR") or "/dev/shm")
+    """Return where arenas lie, absolute: `$MILEPOST_SHM_DIR`, else `/dev/shm`."""
+    return Path(os.environ.get("MILEPOST_SHM_DIR") or "/dev/shm").absolute()
 
 
 def arena_path(job: str, attempt: int, rank: int, generation: int) -> Path:

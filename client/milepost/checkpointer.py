@@ -202,6 +202,9 @@ class Checkpointer:
         self._is_begun = False
         """Whether something was loaded or, on rank 0, saved."""
         self._preparing: threading.Thread | None = None
+        self._is_prepared = False
+        self._has_planned = False
+        """Whether a save has had its plan, and what it paid for it was told."""
         self._loads = 0
 
         name = job_name(job, self.root)
@@ -456,6 +459,7 @@ class Checkpointer:
                 self._plan(ref, save, content, is_still=is_still)
                 self._prepare_overlap(content, selection)
                 self._slots.stager.fault_in()
+                self._is_prepared = True
         except MilepostError as error:
             self._give_up(ref, error)
             raise
@@ -620,9 +624,10 @@ class Checkpointer:
                 self._tell_staged(ref, save, stager.stage(slot, ref, items, objects=objects))
             else:
                 self._stage_behind(ref, save, slot, items, objects, selection)
-        if self._count == 1 and self.rank == 0:
+        if plan is None and not self._has_planned and self.rank == 0:
             copied_s = None if selection else time.monotonic() - planned_s
-            tell_unprepared(planned_s - started_s, copied_s)
+            tell_unprepared(planned_s - started_s, copied_s, was_prepared=self._is_prepared)
+        self._has_planned = True
 
     def _prepare_overlap(self, content: Content, selection: Selection | None) -> None:
         """Make now what the first copy in the background would make."""

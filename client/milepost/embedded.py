@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from milepost.arena import arena_dir
 from milepost.errors import Unavailable
 from milepost.run_dir import make_run_dir
 
@@ -127,7 +128,9 @@ def _environment() -> dict[str, str]:
     """The trainer's environment without what is meant for trainers only."""
     own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
            "MILEPOST_RUN_DIR")  # fmt: skip
-    return {name: value for name, value in os.environ.items() if name not in own}
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    # The daemon runs elsewhere.
+    return {**environment, "MILEPOST_SHM_DIR": str(arena_dir())}
 
 
 def _last_lines(path: Path) -> str:

@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -146,15 +147,17 @@ def _may_be_huge(directory: Path) -> bool:
     """
     try:
         device = os.stat(directory).st_dev
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        # A mount point is any bytes; the kernel escapes line feeds and blanks in it, no others.
+        lines = Path("/proc/self/mountinfo").read_bytes().split(b"\n")
     except OSError:
         return False
-    name = f"{os.major(device)}:{os.minor(device)}"
-    # The fields: id, parent, device, ..., "-", type, source, options.
-    return any(
-        fields[2] == name and "huge=advise" in fields[-1].split(",")
-        for fields in map(str.split, lines)
-    )
+    name = f"{os.major(device)}:{os.minor(device)}".encode()
+    for line in lines:
+        # Id, parent, device, ..., and the options of the file system last.
+        fields = line.split(b" ")
+        if len(fields) > 3 and fields[2] == name and b"huge=advise" in fields[-1].split(b","):
+            return True
+    return False
 
 
 def _take_huge(descriptor: int, nbytes: int) -> None:
@@ -227,16 +230,23 @@ def _touch_all(
             if not _populate(start + at, length):
                 otherwise(at, length)
 
-    others = [
-        threading.Thread(target=work, name="milepost-fault-in", daemon=True)
-        for _ in range(threads - 1)
-    ]
-    for each in others:
-        each.start()
-    work()
-    for each in others:
-        each.join()
-    del anchor
+    others: list[threading.Thread] = []
+    try:
+        # A thread that cannot be had costs time only.
+        with suppress(RuntimeError):
+            for _ in range(threads - 1):
+                other = threading.Thread(target=work, name="milepost-fault-in", daemon=True)
+                other.start()
+                others.append(other)
+        work()
+    finally:
+        # Also after an interrupt nobody may go on where the caller is about to unmap, which is
+        # refused as long as the anchor is there.
+        for _ in pieces:
+            pass
+        for each in others:
+            each.join()
+        del anchor
 
 
 def _populate(address: int, length: int) -> bool:

@@ -142,6 +142,50 @@ def test_huge_pages_are_taken_where_the_mount_gives_them(
     ]  # fmt: skip
 
 
+INTERRUPTED = """
+import os, sys, threading
+from pathlib import Path
+from milepost import pages
+from milepost.arena import Arena
+
+def create(name):
+    return Arena.create(Path(sys.argv[1]) / name, layout_id="l", table=b"", slots=2,
+                        image_bytes=8 << 20, record_bytes=4096)
+
+populate, calls = pages._populate, []
+
+def interrupted(address, length):
+    calls.append(1)
+    if threading.current_thread() is threading.main_thread() and len(calls) > 2:
+        raise KeyboardInterrupt
+    return populate(address, length)
+
+pages._FAULT_PIECE_BYTES, pages._populate = 1 << 20, interrupted
+os.sched_getaffinity = lambda pid: range(8)
+try:
+    create("one")
+except BaseException as error:
+    print(type(error).__name__, len(calls) < 16, os.listdir(sys.argv[1]), threading.active_count())
+
+# Mount points of any bytes, elsewhere on the machine.
+pages._populate = populate
+for name in (b"lat\\xe4n", b"a\\x0cb\\x0cc", b"two words"):
+    there = os.path.join(os.fsencode(sys.argv[1]), name)
+    os.mkdir(there)
+    os.spawnlp(os.P_WAIT, "mount", "mount", "-t", "tmpfs", "none", there)
+assert b"xe4n" not in Path("/proc/self/mountinfo").read_bytes()
+assert b"lat\\xe4n" in Path("/proc/self/mountinfo").read_bytes()
+print(create("two").nbytes >> 20, pages._may_be_huge(Path(sys.argv[1])))
+"""
+
+
+def test_an_interrupt_while_huge_pages_are_taken_goes_through_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    lines = in_own_file_system(tmp_path, "tmpfs -o size=64m,huge=advise", INTERRUPTED)
+    assert lines == ["KeyboardInterrupt True [] 1", "16 True"]
+
+
 TARGET = """
 import mmap, os, sys
 from pathlib import Path

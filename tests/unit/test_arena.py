@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from milepost import arena as arena_module
-from milepost import pages
+from milepost import embedded, pages
 from milepost.arena import (
     Arena,
     Slot,
@@ -433,6 +433,14 @@ def test_a_killed_trainer_loses_nothing_that_was_sealed(tmp_path: Path) -> None:
         assert bytes(range(256)) * 288 == bytes(arena.slots[0].image)
         assert arena.slots[1].state is SlotState.STAGING
         arena.close()
+
+
+def test_where_arenas_lie_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MILEPOST_SHM_DIR", "memory")
+    # The daemon is told the path, and runs elsewhere; so is one that the trainer starts.
+    assert tmp_path / "memory" == arena_path("mine", 1, 0, 0).parent
+    assert str(tmp_path / "memory") == embedded._environment()["MILEPOST_SHM_DIR"]
 
 
 def test_arenas_are_found_by_job_oldest_first_and_no_other_jobs(

@@ -188,11 +188,13 @@ def test_a_first_save_tells_what_it_paid_and_how_to_avoid_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, "milepost"):
-        advice.tell_unprepared(0.05, 0.1)
-        advice.tell_unprepared(2.0, 3.5)
-        advice.tell_unprepared(2.0, None)
+        advice.tell_unprepared(0.05, 0.1, was_prepared=False)
+        advice.tell_unprepared(2.0, 3.5, was_prepared=False)
+        advice.tell_unprepared(2.0, None, was_prepared=True)
     assert ["INFO", "WARNING", "WARNING"] == [record.levelname for record in caplog.records]
     assert "behind training" in caplog.messages[2]
+    assert "was not prepared" in caplog.messages[1]
+    assert "another structure" in caplog.messages[2]
     assert "2.0 s" in caplog.messages[1]
     assert "3.5 s" in caplog.messages[1]
     assert "ck.prepare(state)" in caplog.messages[1]
