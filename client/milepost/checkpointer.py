@@ -83,7 +83,7 @@ from milepost.staging import Staged as StagedImage
 from milepost.staging import Stager
 from milepost.state import Items
 from milepost.storage import Root
-from milepost.turns import in_turn
+from milepost.turns import Turn, in_turn
 from milepost.waiting import check_timeout, wait_telling
 
 if TYPE_CHECKING:
@@ -187,8 +187,8 @@ class Checkpointer:
         self._failures: list[Save] = []
         """Saves that failed and were not yet raised, with on_failure="raise"."""
 
-        self._one_call = threading.RLock()
-        """Held by the thread that is in `save`, `prepare` or `load`: they take turns."""
+        self._turn = Turn()
+        """Of the thread that is in `save`, `prepare` or `load`."""
         self._pid = os.getpid()
         self._count = 0
         self._taken: dict[str, str] = {}

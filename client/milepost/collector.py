@@ -1,44 +1,67 @@
 """Pausing Python's cycle collector where very many objects are made that all stay, or all go.
 
 A save of 11,000 tensors makes enough of them to set off a full collection, which walks every object
-of the trainer for 0.2 s. Owns the collector's switch for this process: the threads that pause it
-are counted, and the last one to end switches on only what the first one had switched off.
+of the trainer for 0.2 s. Owns the collector's switch for this process: knows who pauses it, and the
+last one to end switches on only what the first one had switched off.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+Holder: TypeAlias = tuple[int, object]
+"""A thread, and one of its pauses."""
+
+
 class _Switch:
-    """How many want the collector off, and whether it was on before."""
+    """Who wants the collector off, and whether it is to be on again after the last one.
+
+    Without a lock: a signal handler may run in the middle of this on the main thread, and wait for
+    a thread that wants to come by here. In any order of steps the last one to go leaves it on if
+    it was; at worst it is on too early, which costs time only.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pauses = 0
-        self._was_enabled = False
+        self._holders: dict[Holder, None] = {}
+        self._is_to_be_on = False
 
-    def pause(self) -> None:
-        with self._lock:
-            if not self._pauses:
-                self._was_enabled = gc.isenabled()
-                gc.disable()
-            self._pauses += 1
+    def of_this_thread(self) -> list[Holder]:
+        thread = threading.get_ident()
+        return [holder for holder in list(self._holders) if holder[0] == thread]
 
-    def resume(self) -> None:
-        with self._lock:
-            self._pauses -= 1
-            if not self._pauses and self._was_enabled:
+    def pause(self, holder: Holder) -> None:
+        self._holders[holder] = None
+        if gc.isenabled():
+            self._is_to_be_on = True
+            gc.disable()
+
+    def resume(self, holder: Holder) -> None:
+        self._holders.pop(holder, None)
+        self._settle()
+
+    def start_over(self) -> None:
+        """In a forked child, which has none of the other threads."""
+        self._holders.clear()
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._holders and self._is_to_be_on:
+            try:
+                self._is_to_be_on = False
+            finally:  # also if an interrupt comes just here
                 gc.enable()
 
 
 _switch = _Switch()
+os.register_at_fork(after_in_child=_switch.start_over)
 
 
 @contextmanager
@@ -48,21 +71,25 @@ def collector_paused() -> Iterator[None]:
     Nests, in a thread and across threads. Drop large structures before the end: the next
     collection walks those that are left.
     """
-    _switch.pause()
+    holder = threading.get_ident(), object()
     try:
+        _switch.pause(holder)
         yield
     finally:
-        _switch.resume()
+        _switch.resume(holder)
 
 
 @contextmanager
 def collector_running() -> Iterator[None]:
-    """Within one `collector_paused()`, take it back for a wait whose length is not known."""
-    _switch.resume()
+    """Within a `collector_paused()`, take it back for a wait whose length is not known."""
+    holders = _switch.of_this_thread()
+    for holder in holders:
+        _switch.resume(holder)
     try:
         yield
     finally:
-        _switch.pause()
+        for holder in holders:
+            _switch.pause(holder)
 
 
 def collect_now() -> None:

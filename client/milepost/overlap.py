@@ -55,6 +55,11 @@ CLONE_BYTES_MAX: Final = 256 << 20
 before `save()` returns, which waits for the device."""
 
 
+GUARD_HINT: Final = (
+    "call ck.guard() before changing parameters outside optimizer.step(), or use staging='blocking'"
+)
+
+
 class Split(NamedTuple):
     """The tensors of a layout by how they are copied, each by its position in the layout."""
 
@@ -119,6 +124,12 @@ class Part:
         # sooner, for it takes as long as all else in `save()`.
         sources = list(map(torch.Tensor.detach, self.sources[:guarded]))
         self._keep(sources)
+        if not all(map(torch.Tensor.data_ptr, sources)):
+            raise SaveFailed(
+                "torn-snapshot",
+                "storages of overlapped tensors were freed before they were copied",
+                GUARD_HINT,
+            )
         try:
             for into, out_of in self._guarded_copies(sources):
                 self._give_copies(into, out_of)
@@ -222,6 +233,8 @@ class Copy:
         self._is_given = False
         self._is_running = False
         self._is_cancelled = False
+        self._thread = 0
+        """The one that copies."""
         self._copied = threading.Event()
         """All work was given to the queues; in host memory that means: done."""
         self._ended = threading.Event()
@@ -233,9 +246,24 @@ class Copy:
             part.begin()
 
     def start(self, executor: Executor) -> None:
-        """Have the executor's thread copy. Raises RuntimeError if there can be none."""
-        executor.submit(self.run)
+        """Have the executor's thread copy; without one, copy here and now."""
+        try:
+            executor.submit(self.run)
+        except RuntimeError:
+            main = threading.main_thread()
+            # Executors take nothing any more once the main thread has ended, while others may
+            # train on; those the interpreter waits for, and for what they start.
+            may_start = not main.is_alive() and threading.current_thread() is not main
+            if not (may_start and self._start_thread()):
+                self.run(in_thread=False)
         self._is_given = True
+
+    def _start_thread(self) -> bool:
+        try:
+            threading.Thread(target=self.run, name="milepost-copy").start()
+        except RuntimeError:
+            return False
+        return True
 
     @property
     def _is_coming(self) -> bool:
@@ -254,18 +282,25 @@ class Copy:
 
     def join(self) -> None:
         """Return once nothing is copied, and what came of it was told."""
-        if self._is_coming and not self.has_ended:
+        # Whoever is told of the end, on the copying thread itself, may close.
+        is_own = self._thread == threading.get_ident()
+        if self._is_coming and not is_own and not self.has_ended:
             self._ended.wait()
 
-    def run(self) -> None:
-        """Copy, check, and tell; on the executor's thread."""
+    def run(self, *, in_thread: bool = True) -> None:
+        """Copy, check, and tell; once.
+
+        in_thread: it is one for copies.
+        """
         with self._lock:
-            if self._is_cancelled:
+            if self._is_cancelled or self._is_running:
                 return
             self._is_running = True
-        # The trainer returns from `save()` first: it waits for the interpreter's lock.
-        time.sleep(0)
-        copy_with_one_thread()
+        self._thread = threading.get_ident()
+        if in_thread:
+            # The trainer returns from `save()` first: it waits for the interpreter's lock.
+            time.sleep(0)
+            copy_with_one_thread()
         error: MilepostError | None = None
         try:
             try:
@@ -298,6 +333,7 @@ class Copy:
 
     def let_go(self) -> None:
         """Drop every reference to the state and to the image."""
+        self.spans = Spans(())
         for part in self._parts:
             part.let_go()
 
@@ -335,8 +371,7 @@ class Copy:
             "torn-snapshot",
             f"{count} of {total} overlapped tensors changed while they were copied, {first} first: "
             "something other than a step of the given optimizers changed them",
-            "call ck.guard() before changing parameters outside optimizer.step(), or use "
-            "staging='blocking'",
+            GUARD_HINT,
         )
 
 
@@ -420,7 +455,7 @@ class Overlap:
     def arm(self) -> None:
         """Begin to guard steps, and have a thread ready."""
         _arm(self)
-        with contextlib.suppress(RuntimeError):  # then a save says so
+        with contextlib.suppress(RuntimeError):  # then saves do without
             self._executor.submit(copy_with_one_thread)
 
     # --- before the copy
@@ -501,10 +536,6 @@ class Overlap:
         self._copy = copy
         try:
             copy.start(self._executor)
-        except RuntimeError as error:
-            copy.cancel()
-            self._copy = None
-            raise SaveFailed("internal", f"no thread can be started to copy: {error}") from error
         except BaseException:
             copy.cancel()
             raise
@@ -598,7 +629,7 @@ class Overlap:
         """Settle, and guard no more."""
         self.settle()
         _disarm(self)
-        self._executor.shutdown()
+        self._executor.shutdown(wait=False)
 
 
 def _sampler(layout: LayoutColumns, positions: Iterable[int], *, by_address: bool) -> Sampler:

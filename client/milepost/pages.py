@@ -163,7 +163,7 @@ def _may_be_huge(directory: Path) -> bool:
 def _take_huge(descriptor: int, nbytes: int) -> None:
     """Take all of it in huge pages, which fallocate(2) never asks for; or nothing.
 
-    To write them directly takes a third of the system's time, to pin and to free them next to none.
+    To write them directly takes a third of the system's time, and to free them next to none.
     """
     refused: list[int] = []
     os.ftruncate(descriptor, nbytes)

@@ -158,7 +158,13 @@ class Sampler:
         if not all(map(torch.Tensor.is_contiguous, sources)):
             elements = _integers([self._strided(*each) for each in enumerate(sources)])
             offsets = elements[rows.owners, rows.numbers] + rows.within
-        return torch.index_select(_memory(), 0, pointers[rows.owners] + offsets - _LOWEST)
+        found = torch.index_select(_memory(), 0, pointers[rows.owners] + offsets - _LOWEST)
+        for index, source in enumerate(sources):
+            if source.is_neg() or source.is_conj():
+                # A view that turns signs when it is read.
+                elements = self._elements(source, index).resolve_conj().resolve_neg()
+                found[rows.owners == index] = elements.view(torch.uint8)
+        return found
 
     def _strided(self, index: int, source: torch.Tensor) -> list[int]:
         """Return how many bytes from its first element each of a tensor's elements begins."""

@@ -1,7 +1,7 @@
 """`Save`: the handle of one save, and what it ends in.
 
-A handle is written by the Checkpointer (on the trainer's thread until staged, on the connection's
-thread after) and may be read and waited for on any thread. It ends exactly once.
+A handle is written by the Checkpointer (on the trainer's thread or the copying one until staged, on
+the connection's after) and may be read and waited for on any thread. It ends exactly once.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class Save:
     def add_done_callback(self, function: Callable[[Save], None]) -> None:
         """Call `function(save)` once when the save ends, at once if it has.
 
-        It runs on the connection's thread and must not block; what it raises is logged. Raises
-        UsageError for what cannot be called.
+        It runs on the connection's thread, or on the one that found that the save cannot be staged,
+        and must not block; what it raises is logged. Raises UsageError for what cannot be called.
         """
         if not callable(function):
             raise UsageError("usage", f"a done callback must be callable, got {function!r}")

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 BLOCKING_HINT: Final = "or use staging='blocking'"
 
+NEAR_TENSORS: Final = 64
+"""So many tensors stay in the processor's caches from one look at them to the next."""
+
+_NBYTES: Final = attrgetter("nbytes")
+
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
 
 
@@ -51,10 +56,25 @@ def _extents(tensors: Sequence[torch.Tensor], are_contiguous: bool) -> list[int]
     """Return how many bytes each tensor extends over."""
     if are_contiguous:
         # A column at a time: there may be 10,000, and the trainer waits.
-        return list(map(attrgetter("nbytes"), tensors))
+        return list(map(_NBYTES, tensors))
     return [
         tensor.nbytes if tensor.is_contiguous() else _strided_extent(tensor) for tensor in tensors
     ]
+
+
+def _ranges(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Return where each tensor begins, and how many bytes it extends over. Fast for many that
+    nobody has touched for a while: what is read of one is read together, for memory is slow.
+    """
+    pointers: list[int] = []
+    lengths: list[int] = []
+    are_contiguous = True
+    for low in range(0, len(tensors), NEAR_TENSORS):
+        some = tensors[low : low + NEAR_TENSORS]
+        pointers += map(torch.Tensor.data_ptr, some)
+        lengths += map(_NBYTES, some)
+        are_contiguous = are_contiguous and _are_contiguous(some)
+    return pointers, lengths if are_contiguous else _extents(tensors, are_contiguous=False)
 
 
 class Spans:
@@ -71,9 +91,7 @@ class Spans:
     @cached_property
     def ranges(self) -> tuple[list[int], list[int]]:
         """Where each tensor begins, and how many bytes it extends over."""
-        tensors = self.tensors
-        pointers = list(map(torch.Tensor.data_ptr, tensors))
-        return pointers, _extents(tensors, self.are_contiguous)
+        return _ranges(self.tensors)
 
     @property
     def pointers(self) -> list[int]:
@@ -250,8 +268,8 @@ class _Matching:
     """
 
     def __init__(self) -> None:
-        self._asked: Any = None
-        self._answer: tuple[frozenset[int], bool] = frozenset(), False
+        self._known: tuple[Any, frozenset[int], bool] | None = None
+        """What was asked last, and the answer."""
 
     def find(
         self, parameters: list[torch.Tensor], state: list[torch.Tensor], items: Items
@@ -267,24 +285,24 @@ class _Matching:
         unmatched = [tensor for tensor in state if id(tensor) in own] if own else []
         others = _without(items, found)
         given = [sources[item] for item in others]
-        # Where the optimizers' tensors begin is all that is read of them: the trainer has not
-        # touched them for a while, and each costs what memory costs. One that keeps its address and
-        # gets another extent shows in the item over it, whose form is compared.
         asked = (
             found,
             items.addresses,
             items.sizes,
             items.dtypes,
             _are_contiguous(given) or _extents(given, are_contiguous=False),
-            list(map(torch.Tensor.data_ptr, parameters)),
-            list(map(torch.Tensor.data_ptr, unmatched)),
+            _ranges(parameters),
+            _ranges(unmatched),
         )
-        spans = Spans(parameters + state)
-        if asked != self._asked:
-            self._asked = asked
-            self._answer = self._match(parameters, state, unmatched, found, others, items)
-        selected, is_whole = self._answer
-        return Selection(spans, selected), is_whole
+        known = self._known
+        if known is None or known[0] != asked:
+            # At once: an interrupt must not leave one save's answer to another's question.
+            known = self._known = (
+                asked,
+                *self._match(parameters, state, unmatched, found, others, items),
+            )
+        _, selected, is_whole = known
+        return Selection(Spans(parameters + state), selected), is_whole
 
     @staticmethod
     def _match(

@@ -696,16 +696,15 @@ class Fingerprints:
     """
 
     def __init__(self) -> None:
-        self._structure: tuple[Any, ...] = ()
-        self._fingerprint = ""
+        self._known: tuple[tuple[Any, ...], str] = (), ""
 
     def take(self, items: Items, extra: Sequence[Any]) -> str:
         """Return `fingerprint(items, extra)`; the items' columns are not to be changed from now."""
         structure = _structure(items, extra)
-        if structure != self._structure:
-            self._fingerprint = _hashed(structure)
-            self._structure = structure
-        return self._fingerprint
+        if structure != self._known[0]:
+            # At once: an interrupt must not leave one structure with the name of another.
+            self._known = structure, _hashed(structure)
+        return self._known[1]
 
 
 def serialise_objects(items: Items, chosen: Iterable[int] | None = None) -> dict[int, bytes]:

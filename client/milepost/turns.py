@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+import threading
+from collections.abc import Callable, Iterator
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from milepost.errors import UsageError
 
 
 class Shared(Protocol):
     """What is used by several threads."""
 
     @property
-    def _one_call(self) -> AbstractContextManager[Any]:
-        """A lock that its holder may take again."""
+    def _turn(self) -> Turn:
+        """Whose turn it is."""
+
+
+class Turn:
+    """A lock that tells its holder that it has it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._in = ""
+
+    @contextlib.contextmanager
+    def taken(self, what: str) -> Iterator[None]:
+        """Wait for the turn, and keep it meanwhile.
+
+        Raises UsageError if this thread has it: a signal handler that runs in the middle of one
+        call must not make another.
+        """
+        with self._lock:
+            if self._in:
+                raise UsageError(
+                    "usage",
+                    f"{what}() was called within {self._in}() by the same thread",
+                    "let a signal handler note the signal, or use ck.preempted, and save in the "
+                    "loop",
+                )
+            try:
+                self._in = what
+                yield
+            finally:
+                self._in = ""
 
 
 S = TypeVar("S", bound=Shared)
@@ -26,7 +58,7 @@ def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._one_call:
+        with self._turn.taken(method.__name__):
             return method(self, *args, **kwargs)
 
     return call

@@ -97,3 +97,45 @@ def test_a_step_that_one_rank_skipped_keeps_no_later_rank_waiting_for_a_slot(fol
         told = run_ranks(skip_ahead_of_the_others, root, [node, node])
     assert [("skipped", True, 2)] * 2 == [each["told"] for each in told]
     assert [4, 4] == [each["next"] for each in told]
+
+
+class Saving:
+    """A part of the state in whose reading somebody saves, as a signal handler may."""
+
+    def __init__(self) -> None:
+        self.call: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.call is not None:
+            self.call()
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def save_within_a_save(rank: Rank) -> dict[str, Any]:
+    from milepost import Checkpointer, UsageError
+
+    part = Saving()
+    state = {"w": torch.ones(10), "part": part}
+    refusals = []
+    with Checkpointer(rank.root) as ck:
+        for call in (lambda: ck.save(2, state), lambda: ck.prepare(state), lambda: ck.load(state)):
+            part.call = call
+            with pytest.raises(UsageError) as refused:
+                ck.save(1, state)
+            refusals.append(str(refused.value))
+        part.call = None
+        return {"refusals": refusals, "step": ck.save(1, state).wait(60).step}
+
+
+def test_a_call_within_a_call_of_the_same_thread_is_refused(folder: Path) -> None:
+    root = folder / "root"
+    with nodes(folder, 1, root) as (node,):
+        (told,) = run_ranks(save_within_a_save, root, [node])
+    assert [
+        f"{name}() was called within save() by the same thread" in refusal
+        for name, refusal in zip(("save", "prepare", "load"), told["refusals"], strict=True)
+    ] == [True] * 3
+    assert 1 == told["step"]

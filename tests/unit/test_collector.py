@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
@@ -65,6 +66,48 @@ def test_the_last_of_several_threads_switches_on_again() -> None:
     may_end.set()
     other.join()
     assert gc.isenabled()
+
+
+def test_nobody_waits_for_a_thread_that_is_switching(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a signal handler runs in the middle of it, and waits for a thread that pauses."""
+    is_enabled, asked = gc.isenabled, []
+
+    def handled() -> bool:
+        asked.append(1)
+        if len(asked) == 1:
+            other = threading.Thread(target=pause, daemon=True)
+            other.start()
+            other.join(20)
+            assert not other.is_alive()
+        return is_enabled()
+
+    def pause() -> None:
+        with collector_paused():
+            pass
+
+    monkeypatch.setattr(gc, "isenabled", handled)
+    with collector_paused():
+        assert not is_enabled()
+    assert is_enabled()
+
+
+def test_a_child_that_is_forked_meanwhile_collects() -> None:
+    is_in, may_end = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with collector_paused():
+            is_in.set()
+            may_end.wait()
+
+    other = threading.Thread(target=pause)
+    other.start()
+    is_in.wait()
+    child = os.fork()
+    if not child:
+        os._exit(gc.isenabled())
+    may_end.set()
+    other.join()
+    assert 1 == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.parametrize("is_on", [True, False])

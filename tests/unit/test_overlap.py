@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from milepost import overlap as under_test
 from milepost.arena import Slot
-from milepost.errors import MilepostError, SaveFailed, UsageError
+from milepost.errors import MilepostError, UsageError
 from milepost.flattening import flatten
 from milepost.overlap import EARLY_MAX, Overlap, copy_with_one_thread
 from milepost.sampling import Sampler
@@ -465,6 +467,22 @@ def test_a_storage_replaced_during_the_copy_is_found(bench: MakeBench, gated: Ga
     assert [error and error.code for error in made.errors] == ["torn-snapshot"]
 
 
+def test_a_storage_that_is_freed_before_its_copy_is_found(
+    bench: MakeBench, gated: GatedStreams
+) -> None:
+    parameters, _, made = _begun(bench, gated)
+    gated.gate.set()
+    made.overlap.settle()
+    made.release()
+    held = threading.Event()
+    made.overlap._executor.submit(held.wait)
+    made.save({"model": {f"p{number}": each for number, each in enumerate(parameters)}})
+    parameters[1].untyped_storage().resize_(0)
+    held.set()
+    made.overlap.settle()
+    assert [None, "torn-snapshot"] == [error and error.code for error in made.errors]
+
+
 def test_a_failure_of_the_copy_ends_the_save_and_lets_the_guard_go(bench: MakeBench) -> None:
     class Broken(HostStreams):
         def give(self, work: Callable[[], None]) -> None:
@@ -499,8 +517,9 @@ def test_a_step_waits_although_another_thread_waits_for_the_copy_too(
     assert torch.equal(torch.zeros(8, 4), made.image()["model.p0"])
 
 
-def test_a_copy_whose_thread_cannot_be_started_fails_its_save_and_holds_nobody(
-    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_shut", [False, True])
+def test_without_a_thread_the_copy_is_made_at_once(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch, is_shut: bool
 ) -> None:
     parameters = _model()
     optimizer = torch.optim.SGD(parameters, lr=1)
@@ -508,17 +527,55 @@ def test_a_copy_whose_thread_cannot_be_started_fails_its_save_and_holds_nobody(
     def fail(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
+    threads = torch.get_num_threads()
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", fail)
         made = bench(optimizer)
-        with pytest.raises(SaveFailed, match="no thread can be started to copy"):
-            made.save(_state(parameters, optimizer))
-    made.overlap.guard()
+        if is_shut:
+            made.overlap._executor.shutdown()
+        made.save(_state(parameters, optimizer))
+        assert made.errors == [None]
+    assert threads == torch.get_num_threads()
     _step(optimizer, parameters)
-    assert made.slot is not None
-    made.slot.release()
+    assert torch.equal(torch.zeros(8, 4), made.image()["model.p0"])
+    made.release()
+    # By a thread again; the executor's also comes by the copy that was made.
     made.save(_state(parameters, optimizer))
     assert torch.equal(parameters[0], made.image()["model.p0"])
+    assert made.errors == [None, None]
+
+
+def test_whoever_is_told_of_the_end_may_close(bench: MakeBench) -> None:
+    parameters = _model()
+    optimizer = torch.optim.SGD(parameters, lr=1)
+    made, told = bench(optimizer), threading.Event()
+
+    class Errors(list[Any]):
+        def append(self, error: Any) -> None:
+            made.overlap.settle()
+            made.overlap.close()
+            told.set()
+
+    made.errors = Errors()
+    made.save(_state(parameters, optimizer))
+    assert told.wait(END_S)
+
+
+def test_nothing_of_the_state_is_kept_once_it_is_copied(bench: MakeBench) -> None:
+    parameters = _model()
+    optimizer = torch.optim.AdamW(parameters)
+    _step(optimizer, parameters)
+    made = bench(optimizer)
+    made.save(_state(parameters, optimizer))
+    made.image()
+    moments = [weakref.ref(entry["exp_avg"]) for entry in optimizer.state.values()]
+    for entry in optimizer.state.values():
+        entry["exp_avg"] = entry["exp_avg"].clone()
+    # The thread lets go of the copy itself a moment after it has ended.
+    until_s = time.monotonic() + END_S
+    while any(each() is not None for each in moments) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert [None] * 3 == [each() for each in moments]
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
@@ -602,6 +659,29 @@ def test_samples_compare_bits_whatever_the_type_and_the_strides(
     sampler.read(sources)
     held[payloads_at[1]] ^= 1
     assert sampler.differing(held) == []
+
+
+@pytest.mark.parametrize("by_address", [False, True])
+def test_views_that_turn_signs_are_compared_as_they_are_read(by_address: bool) -> None:
+    raw = torch.randn(6, 5, dtype=torch.complex64)
+    sources = [raw, raw.conj(), raw.mH, raw.real, raw.conj().imag]
+    image, payloads_at = b"", []
+    for source in sources:
+        payloads_at.append(len(image))
+        data = source.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        image += bytes(data.tolist()).ljust(-(-data.numel() // 64) * 64, b"\0")
+    sampler = Sampler(
+        [tuple(each.shape) for each in sources],
+        [each.dtype for each in sources],
+        payloads_at,
+        by_address=by_address,
+    )
+    sampler.read(sources)
+    held = torch.frombuffer(bytearray(image), dtype=torch.uint8)
+    assert sampler.differing(held) == []
+    for index in (1, 2, 4):
+        held[payloads_at[index]] ^= 1
+    assert sampler.differing(held) == [1, 2, 4]
 
 
 @pytest.mark.parametrize("by_address", [False, True])

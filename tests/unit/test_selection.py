@@ -60,6 +60,25 @@ def test_a_parameter_that_has_moved_away_from_the_state_is_noticed() -> None:
     assert _keys(selector, {**state, "p1": parameters[1].detach()}) == ["p0", "p1"]
 
 
+def test_an_interrupt_leaves_no_answer_to_another_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parameters = _model(2)
+    selector = Selector(torch.optim.SGD(parameters, lr=1))
+    model = {"p0": parameters[0].detach(), "p1": parameters[1].detach()}
+    assert _keys(selector, {**model, "b": torch.zeros(2)}) == ["p0", "p1"]
+    state = {"b": torch.zeros(2), **model}
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Spans, "cover", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _keys(selector, state)
+    assert _keys(selector, state) == ["p0", "p1"]
+
+
 def test_memory_that_is_an_optimizers_no_more_is_noticed() -> None:
     memory = torch.zeros(10)
     parameter = nn.Parameter(memory)
@@ -69,6 +88,11 @@ def test_memory_that_is_an_optimizers_no_more_is_noticed() -> None:
     parameter.data = memory[:4]  # where it was, and shorter
     for _ in range(2):
         assert _keys(selector, {"w": parameter.detach(), "tail": memory[4:]}) == ["w"]
+    views = {"head": memory[:4], "tail": memory[4:]}
+    for data in (memory, memory[:4]):  # seen in nothing of the state
+        parameter.data = data
+        held = ["head", "tail"] if data is memory else ["head"]
+        assert _keys(selector, views) == held
     parameter.data = memory[::2]  # as far as before, and with gaps
     for _ in range(2):
         assert _keys(selector, {"w": parameter.detach()[:4], "odd": memory[1:2]}) == []

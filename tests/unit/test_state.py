@@ -537,6 +537,24 @@ def test_a_fingerprint_tells_placements_and_coordinates_with_equal_boxes_apart(
     assert fingerprint_of({"w": whole}) not in prints
 
 
+def test_an_interrupt_gives_no_structure_the_name_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, two = items_of({"a": torch.zeros(2)}), items_of({"b": torch.zeros(2)})
+    prints = Fingerprints()
+    prints.take(one, ())
+
+    def interrupted(structure: object) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("milepost.state._hashed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prints.take(two, ())
+    assert fingerprint(one) == prints.take(one, ())
+    assert fingerprint(two) == prints.take(two, ())
+
+
 def test_a_fingerprint_is_the_same_in_every_process() -> None:
     script = (
         "import torch; from milepost.state import *; from milepost.flattening import flatten;"
