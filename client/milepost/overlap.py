@@ -290,7 +290,7 @@ class Copy:
     def run(self, *, in_thread: bool = True) -> None:
         """Copy, check, and tell; once.
 
-        in_thread: it is one for copies.
+        in_thread: it is one for copies. Else an interrupt that ends the copy is raised again.
         """
         with self._lock:
             if self._is_cancelled or self._is_running:
@@ -302,6 +302,7 @@ class Copy:
             time.sleep(0)
             copy_with_one_thread()
         error: MilepostError | None = None
+        interrupt: BaseException | None = None
         try:
             try:
                 with collector_paused():
@@ -317,6 +318,7 @@ class Copy:
             error = caught
         except BaseException as caught:
             error = SaveFailed("internal", f"the background copy failed: {caught!r}")
+            interrupt = None if in_thread or isinstance(caught, Exception) else caught
         finally:
             self.let_go()
         try:
@@ -325,6 +327,8 @@ class Copy:
             log.exception("the end of a background copy could not be told")
         finally:
             self._ended.set()
+        if interrupt is not None:
+            raise interrupt
 
     @property
     def has_ended(self) -> bool:

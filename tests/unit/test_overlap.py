@@ -545,6 +545,23 @@ def test_without_a_thread_the_copy_is_made_at_once(
     assert made.errors == [None, None]
 
 
+def test_an_interrupt_of_a_copy_without_a_thread_goes_through(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(HostStreams):
+        def give(self, work: Callable[[], None]) -> None:
+            raise KeyboardInterrupt
+
+    parameters = _model()
+    optimizer = torch.optim.SGD(parameters, lr=1)
+    made = bench(optimizer, lambda _: Interrupted())
+    made.overlap._executor.shutdown()
+    with pytest.raises(KeyboardInterrupt):
+        made.save(_state(parameters, optimizer))
+    assert ["internal"] == [error and error.code for error in made.errors]
+    _step(optimizer, parameters)
+
+
 def test_whoever_is_told_of_the_end_may_close(bench: MakeBench) -> None:
     parameters = _model()
     optimizer = torch.optim.SGD(parameters, lr=1)
