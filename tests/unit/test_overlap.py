@@ -127,10 +127,12 @@ class GatedStreams(HostStreams):
 
     def __init__(self) -> None:
         self.gate = threading.Event()
+        self.is_at_gate = threading.Event()
         self.after: Callable[[], None] = lambda: None
         """Called after each piece."""
 
     def give(self, work: Callable[[], None]) -> None:
+        self.is_at_gate.set()
         assert self.gate.wait(END_S)
         work()
         self.after()
@@ -459,28 +461,40 @@ def test_a_change_of_one_tensor_after_its_copy_is_found_and_the_next_save_is_sou
     assert made.errors[1:] == [None]
 
 
-def test_a_storage_replaced_during_the_copy_is_found(bench: MakeBench, gated: GatedStreams) -> None:
-    parameters, _, made = _begun(bench, gated)
+def test_a_storage_replaced_before_its_copy_is_found(bench: MakeBench, gated: GatedStreams) -> None:
+    parameters = _model()
+    optimizer = torch.optim.SGD(parameters, lr=1)
+    made, may_begin = bench(optimizer, lambda _: gated), threading.Event()
+    made.overlap._executor.submit(may_begin.wait)
+    made.save(_state(parameters, optimizer))
     parameters[2].data = parameters[2].data.clone().add_(1)
+    may_begin.set()
     gated.gate.set()
     made.overlap.settle()
     assert [error and error.code for error in made.errors] == ["torn-snapshot"]
 
 
-def test_a_storage_that_is_freed_before_its_copy_is_found(
+def test_a_storage_replaced_later_is_copied_as_it_was(
     bench: MakeBench, gated: GatedStreams
 ) -> None:
     parameters, _, made = _begun(bench, gated)
+    assert gated.is_at_gate.wait(END_S)
+    parameters[2].data = parameters[2].data.clone().add_(1)
     gated.gate.set()
-    made.overlap.settle()
-    made.release()
-    held = threading.Event()
-    made.overlap._executor.submit(held.wait)
-    made.save({"model": {f"p{number}": each for number, each in enumerate(parameters)}})
+    assert torch.equal(torch.full((8, 4), 2.0), made.image()["model.p2"])
+    assert made.errors == [None]
+
+
+def test_a_storage_that_is_freed_before_its_copy_is_found(bench: MakeBench) -> None:
+    parameters = _model()
+    optimizer = torch.optim.SGD(parameters, lr=1)
+    made, may_begin = bench(optimizer), threading.Event()
+    made.overlap._executor.submit(may_begin.wait)
+    made.save(_state(parameters, optimizer))
     parameters[1].untyped_storage().resize_(0)
-    held.set()
+    may_begin.set()
     made.overlap.settle()
-    assert [None, "torn-snapshot"] == [error and error.code for error in made.errors]
+    assert [error and error.code for error in made.errors] == ["torn-snapshot"]
 
 
 def test_a_failure_of_the_copy_ends_the_save_and_lets_the_guard_go(bench: MakeBench) -> None:
