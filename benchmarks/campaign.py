@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import shutil
 import signal
 import statistics
@@ -228,8 +229,7 @@ def _start(
         _await(running)
         if any(process.returncode for process in running):
             codes = [process.returncode for process in running]
-            lines = log.read_text(errors="replace").splitlines()[-12:]
-            raise Failed(f"exit codes {codes}: " + " | ".join(lines))
+            raise Failed(f"exit codes {codes}: {_said(log.read_text(errors='replace'))}")
         return [msgspec.json.decode(Path(task.answer).read_bytes(), type=Answer) for task in tasks]
     finally:
         for process in running:
@@ -241,6 +241,19 @@ def _start(
         shutil.rmtree(folder, ignore_errors=True)
         # What this system left to the page cache must not be written out during the next one.
         os.sync()
+
+
+_ERROR: Final = re.compile(
+    r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w+(?:Error|Exception)\b.*)$", re.MULTILINE
+)
+
+
+def _said(log: str) -> str:
+    """Return what a process ended with: the errors of its tracebacks, each once, else its last
+    lines.
+    """
+    errors = list(dict.fromkeys(_ERROR.findall(log)))
+    return "; ".join(errors[-3:]) if errors else " | ".join(log.splitlines()[-3:])
 
 
 def _await(running: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import report
+from benchmarks import campaign, report
 from benchmarks.results import (
     BusySave,
     Cost,
@@ -160,6 +160,18 @@ def test_a_bar_is_a_share_of_its_limit() -> None:
     assert 0.1 / (1.3 * 0.4) == pytest.approx(shares["large, milepost: committed"])
     # 0.4 s for 1.5 GiB.
     assert 0.1 / (0.4 * 120 / 1536) == pytest.approx(shares["large, milepost: processor time"])
+
+
+def test_a_system_that_fails_is_quoted_by_its_errors_and_no_path() -> None:
+    log = (
+        'Traceback (most recent call last):\n  File "/a/b.py", line 1, in <module>\n'
+        "[rank0]: OSError: [Errno 24] Too many open files\n[rank1]: some.where.SaveError: no\n"
+        "OSError: [Errno 24] Too many open files\n"
+    )
+    assert "OSError: [Errno 24] Too many open files; some.where.SaveError: no" == campaign._said(
+        log
+    )
+    assert "b | c | d" == campaign._said("a\nb\nc\nd\n")
 
 
 @pytest.mark.slow
