@@ -84,7 +84,7 @@ from milepost.staging import Stager
 from milepost.state import Items
 from milepost.storage import Root
 from milepost.turns import Turn, in_turn
-from milepost.waiting import check_timeout, wait_telling
+from milepost.waiting import check_timeout, make_condition, wait_telling
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -177,7 +177,7 @@ class Checkpointer:
         )
 
         self._preemption = PreemptionFlag(self._join, self._session.send)
-        self._changed = threading.Condition()
+        self._changed = make_condition()
         """Guards all that both threads touch, from here to `_count`."""
         self._saves: dict[str, Save] = {}
         """Saves that have not ended."""

@@ -7,7 +7,6 @@ the connection's after) and may be read and waited for on any thread. It ends ex
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from milepost.connection import error_of
 from milepost.errors import SaveFailed, UsageError
-from milepost.waiting import check_timeout
+from milepost.waiting import check_timeout, make_condition
 
 if TYPE_CHECKING:
     from milepost.protocol import Cause
@@ -93,7 +92,7 @@ class Save:
         self.is_told = False
         self.guard_s = 0.0
         self._abort = abort
-        self._changed = threading.Condition()
+        self._changed = make_condition()
         self._phase = "staging"
         self._checkpoint: Checkpoint | None = None
         self._cause: Cause | None = None

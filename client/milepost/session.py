@@ -37,6 +37,7 @@ from milepost.protocol import (
     Unable,
     Welcome,
 )
+from milepost.waiting import make_condition
 
 log = logging.getLogger("milepost")
 
@@ -85,7 +86,7 @@ class Session:
         self._is_embedded = is_embedded
         self._on_message = on_message
         self._on_gone = on_gone
-        self._changed = threading.Condition()
+        self._changed = make_condition()
         """Guards everything below."""
         self._connection: Connection | None = None
         self._welcome: Welcome | None = None

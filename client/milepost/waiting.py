@@ -1,4 +1,4 @@
-"""Waiting on a trainer's threads: for how long, and what its log says meanwhile."""
+"""Waiting on a trainer's threads: on what, for how long, and what its log says meanwhile."""
 
 from __future__ import annotations
 
@@ -15,6 +15,18 @@ log = logging.getLogger("milepost")
 
 WAIT_TOLD_S: Final = 15.0
 """How long a call waits in silence; then the log says for what."""
+
+
+def make_condition() -> threading.Condition:
+    """Return a condition that a trainer's threads may use beside signal handlers that raise.
+
+    `Condition.__enter__` is Python code: what a handler raises between its taking the lock and its
+    return leaves the lock taken for ever. A lock's own is not.
+    """
+    lock = threading.RLock()
+    own = {"__enter__": lock.__enter__, "__exit__": lock.__exit__}
+    made: threading.Condition = type("Condition", (threading.Condition,), own)(lock)
+    return made
 
 
 def check_timeout(timeout_s: object) -> None:

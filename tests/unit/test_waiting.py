@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import threading
 from typing import Any
 
@@ -11,7 +13,7 @@ from milepost import waiting
 from milepost.errors import UsageError
 from milepost.protocol import Cause
 from milepost.save import Save
-from milepost.waiting import wait_telling
+from milepost.waiting import make_condition, wait_telling
 
 
 def test_who_waits_long_says_for_what_until_it_has_come(
@@ -48,3 +50,34 @@ def test_what_is_no_time_to_wait_is_refused_by_name(timeout_s: Any) -> None:
     with pytest.raises(UsageError, match="must be callable, got 3"):
         save.add_done_callback(3)  # type: ignore[arg-type]
     save.fail("failed", Cause("aborted", "the test is over"))
+
+
+def test_a_signal_handler_that_raises_leaves_no_condition_taken() -> None:
+    class Interrupted(Exception):
+        pass
+
+    def handle(number: int, frame: object) -> None:
+        raise Interrupted
+
+    def try_it() -> None:
+        free.append(condition.acquire(timeout=5))
+        if free[-1]:
+            condition.release()
+
+    condition, free = make_condition(), list[bool]()
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        # Of plain ones, one of the first few is taken for ever.
+        for _ in range(1000):
+            with contextlib.suppress(Interrupted):
+                signal.setitimer(signal.ITIMER_REAL, 2e-5)
+                while True:
+                    with condition:
+                        pass
+            other = threading.Thread(target=try_it)
+            other.start()
+            other.join()
+            assert free[-1]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
