@@ -11,14 +11,19 @@ import gc
 import os
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-Holder: TypeAlias = tuple[int, object]
-"""A thread, and one of its pauses."""
+@dataclass(eq=False)
+class Holder:
+    """One pause."""
+
+    thread: int
+    is_over: bool = False
 
 
 class _Switch:
@@ -35,7 +40,7 @@ class _Switch:
 
     def of_this_thread(self) -> list[Holder]:
         thread = threading.get_ident()
-        return [holder for holder in list(self._holders) if holder[0] == thread]
+        return [holder for holder in list(self._holders) if holder.thread == thread]
 
     def pause(self, holder: Holder) -> None:
         self._holders[holder] = None
@@ -71,11 +76,12 @@ def collector_paused() -> Iterator[None]:
     Nests, in a thread and across threads. Drop large structures before the end: the next
     collection walks those that are left.
     """
-    holder = threading.get_ident(), object()
+    holder = Holder(threading.get_ident())
     try:
         _switch.pause(holder)
         yield
     finally:
+        holder.is_over = True
         _switch.resume(holder)
 
 
@@ -89,7 +95,9 @@ def collector_running() -> Iterator[None]:
         yield
     finally:
         for holder in holders:
-            _switch.pause(holder)
+            # After an interrupt this may come late, when the traceback goes.
+            if not holder.is_over:
+                _switch.pause(holder)
 
 
 def collect_now() -> None:

@@ -22,6 +22,7 @@ CODES: Final[dict[str, str]] = {
     "replicas-differ": "copies of one value differ between ranks; one of them is written",
     "already-committed": "this step is a checkpoint already",
     "closed": "the checkpointer is closed",
+    "nested-call": "a call was made within another one of the same thread",
     "daemon-lost": "the node's daemon went away",
     "daemon-unreachable": "no daemon answers",
     "version-mismatch": "two sides speak different protocol or torch versions",

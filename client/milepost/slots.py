@@ -166,8 +166,9 @@ class Slots:
         self._is_doubtful = True
         try:
             yield self.stager
-        except MilepostError:
-            self._is_doubtful = False
+        except MilepostError as error:
+            # A refused call within this one came from a signal handler, that is from anywhere.
+            self._is_doubtful = error.code == "nested-call"
             raise
         self._is_doubtful = False
 

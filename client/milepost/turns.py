@@ -36,7 +36,7 @@ class Turn:
         with self._lock:
             if self._in:
                 raise UsageError(
-                    "usage",
+                    "nested-call",
                     f"{what}() was called within {self._in}() by the same thread",
                     "let a signal handler note the signal, or use ck.preempted, and save in the "
                     "loop",

@@ -91,6 +91,18 @@ def test_nobody_waits_for_a_thread_that_is_switching(monkeypatch: pytest.MonkeyP
     assert is_enabled()
 
 
+def test_a_wait_that_is_taken_back_late_pauses_nobody_any_more() -> None:
+    """As after an interrupt, when a traceback keeps the generator."""
+    with collector_paused():
+        late = collector_running()
+        late.__enter__()
+    late.__exit__(None, None, None)
+    assert gc.isenabled()
+    with collector_paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
 def test_a_child_that_is_forked_meanwhile_collects() -> None:
     is_in, may_end = threading.Event(), threading.Event()
 
