@@ -152,12 +152,15 @@ def create(name):
     return Arena.create(Path(sys.argv[1]) / name, layout_id="l", table=b"", slots=2,
                         image_bytes=8 << 20, record_bytes=4096)
 
-populate, calls = pages._populate, []
+populate, calls, is_interrupted = pages._populate, [], threading.Event()
 
 def interrupted(address, length):
     calls.append(1)
-    if threading.current_thread() is threading.main_thread() and len(calls) > 2:
+    if threading.current_thread() is threading.main_thread():
+        is_interrupted.set()
         raise KeyboardInterrupt
+    # The others must not be through before.
+    assert is_interrupted.wait(20)
     return populate(address, length)
 
 pages._FAULT_PIECE_BYTES, pages._populate = 1 << 20, interrupted
