@@ -52,11 +52,8 @@ def _are_contiguous(tensors: Sequence[torch.Tensor]) -> bool:
     return all(map(torch.Tensor.is_contiguous, tensors))
 
 
-def _extents(tensors: Sequence[torch.Tensor], are_contiguous: bool) -> list[int]:
+def _extents(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return how many bytes each tensor extends over."""
-    if are_contiguous:
-        # A column at a time: there may be 10,000, and the trainer waits.
-        return list(map(_NBYTES, tensors))
     return [
         tensor.nbytes if tensor.is_contiguous() else _strided_extent(tensor) for tensor in tensors
     ]
@@ -74,7 +71,7 @@ def _ranges(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
         pointers += map(torch.Tensor.data_ptr, some)
         lengths += map(_NBYTES, some)
         are_contiguous = are_contiguous and _are_contiguous(some)
-    return pointers, lengths if are_contiguous else _extents(tensors, are_contiguous=False)
+    return pointers, lengths if are_contiguous else _extents(tensors)
 
 
 class Spans:
@@ -82,11 +79,6 @@ class Spans:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
-
-    @cached_property
-    def are_contiguous(self) -> bool:
-        """Whether all of the tensors are: then nobody else's elements lie between theirs."""
-        return _are_contiguous(self.tensors)
 
     @cached_property
     def ranges(self) -> tuple[list[int], list[int]]:
@@ -290,7 +282,7 @@ class _Matching:
             items.addresses,
             items.sizes,
             items.dtypes,
-            _are_contiguous(given) or _extents(given, are_contiguous=False),
+            _are_contiguous(given) or _extents(given),
             _ranges(parameters),
             _ranges(unmatched),
         )
@@ -299,7 +291,7 @@ class _Matching:
             # At once: an interrupt must not leave one save's answer to another's question.
             known = self._known = (
                 asked,
-                *self._match(parameters, state, unmatched, found, others, items),
+                *self._match(parameters, state, unmatched, found, others, given),
             )
         _, selected, is_whole = known
         return Selection(Spans(parameters + state), selected), is_whole
@@ -311,11 +303,9 @@ class _Matching:
         unmatched: list[torch.Tensor],
         found: list[int],
         others: list[int],
-        items: Items,
+        given: list[torch.Tensor],
     ) -> tuple[frozenset[int], bool]:
-        given = [items.sources[item] for item in others]
-        pointers = [items.addresses[item] for item in others]
-        lengths = _extents(given, _are_contiguous(given))
+        pointers, lengths = _ranges(given)
         parameters = _dense(parameters)
         near = Spans(parameters + _dense(unmatched))
         is_held = near.cover(pointers, lengths)

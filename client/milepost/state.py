@@ -149,6 +149,27 @@ class Items:
         self.placements.append(placement)
         self.requires_grad.append(requires_grad)
 
+    def extend(
+        self, keys: Sequence[str], kind: Kind, sources: Sequence[torch.Tensor], columns: _Columns
+    ) -> None:
+        """Append the columns that sources tell of themselves; the caller appends the others."""
+        is_host = all(map(_IS_CPU, sources))
+        self.keys += keys
+        self.kinds += bytes([kind]) * len(keys)
+        self.sources += sources
+        self.dtypes += columns.dtypes
+        self.sizes += columns.sizes
+        self.devices += ["cpu"] * len(keys) if is_host else [each.device.type for each in sources]
+        self.addresses += columns.addresses
+
+
+class _Columns(NamedTuple):
+    """What is read of many tensors, a column at a time."""
+
+    addresses: list[int]
+    sizes: list[Box]
+    dtypes: list[torch.dtype]
+
 
 _DTYPE_NAMES: Final[dict[torch.dtype | None, str]] = {None: ""}
 """Names of the storable dtypes met so far; None stands for objects."""
@@ -251,6 +272,22 @@ _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 _SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
 
 
+def _usual(sources: Sequence[torch.Tensor]) -> _Columns | None:
+    """Read tensors that are one dense storage each, have bytes, and are of storable dtypes; None if
+    not all are.
+    """
+    try:
+        # What is not one dense storage has no address or no shape.
+        addresses = list(map(torch.Tensor.data_ptr, sources))
+        sizes = list(map(_SHAPE, sources))
+    except RuntimeError:
+        return None
+    dtypes = list(map(_DTYPE, sources))
+    if not all(addresses) or not _DTYPE_NAMES.keys() >= set(dtypes):
+        return None
+    return _Columns(addresses, sizes, dtypes)
+
+
 class _LocalPart(NamedTuple):
     """What one rank holds of a DTensor of some size, cut in some way."""
 
@@ -311,30 +348,17 @@ class _Collector:
 
     def add_plain_run(self, keys: Sequence[str], values: Sequence[torch.Tensor]) -> None:
         """Add values of sort `_PLAIN`."""
-        try:
-            # What is not one dense storage has no address or no shape.
-            addresses = list(map(torch.Tensor.data_ptr, values))
-            sizes = list(map(_SHAPE, values))
-        except RuntimeError:
-            addresses, sizes = [0], []
-        dtypes = list(map(_DTYPE, values))
-        if not all(addresses) or not _DTYPE_NAMES.keys() >= set(dtypes):
+        columns = _usual(values)
+        if columns is None:
             for key, value in zip(keys, values, strict=True):
                 self.add(key, value, _PLAIN)
             return
-        dims = list(map(len, sizes))
+        dims = list(map(len, columns.sizes))
         zeros = [(0,) * count for count in range(max(dims) + 1)]
-        is_host = all(map(_IS_CPU, values))
         items = self.items
-        items.keys += keys
-        items.kinds += bytes([Kind.TENSOR]) * len(keys)
-        items.sources += values
-        items.dtypes += dtypes
-        items.global_sizes += sizes
+        items.extend(keys, Kind.TENSOR, values, columns)
+        items.global_sizes += columns.sizes
         items.offsets += [zeros[count] for count in dims]
-        items.sizes += sizes
-        items.devices += ["cpu"] * len(keys) if is_host else [value.device.type for value in values]
-        items.addresses += addresses
         items.placements += [""] * len(keys)
         items.requires_grad += bytes(map(_REQUIRES_GRAD, values))
 
@@ -354,28 +378,13 @@ class _Collector:
         usual = [part for part in parts if part is not None]
         if len(usual) < len(parts) or set(map(type, local)) != {torch.Tensor}:
             return False
-        try:
-            addresses = list(map(torch.Tensor.data_ptr, local))
-        except RuntimeError:
+        columns = _usual(local)
+        if columns is None or columns.sizes != [part.sizes for part in usual]:
             return False
-        sizes, dtypes = list(map(_SHAPE, local)), list(map(_DTYPE, local))
-        if (
-            not all(addresses)
-            or sizes != [part.sizes for part in usual]
-            or not _DTYPE_NAMES.keys() >= set(dtypes)
-        ):
-            return False
-        is_host = all(map(_IS_CPU, local))
         items = self.items
-        items.keys += keys
-        items.kinds += bytes([Kind.SHARD]) * len(keys)
-        items.sources += local
-        items.dtypes += dtypes
+        items.extend(keys, Kind.SHARD, local, columns)
         items.global_sizes += [part.global_size for part in usual]
         items.offsets += [part.offsets for part in usual]
-        items.sizes += sizes
-        items.devices += ["cpu"] * len(keys) if is_host else [each.device.type for each in local]
-        items.addresses += addresses
         items.placements += [part.placement for part in usual]
         items.requires_grad += bytes(map(_REQUIRES_GRAD, values))
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -48,7 +49,9 @@ def test_a_wait_within_a_pause_has_the_collector_on() -> None:
     assert gc.isenabled()
 
 
-def test_the_last_of_several_threads_switches_on_again() -> None:
+@contextlib.contextmanager
+def paused_elsewhere() -> Iterator[None]:
+    """Another thread pauses meanwhile."""
     is_in, may_end = threading.Event(), threading.Event()
 
     def pause() -> None:
@@ -57,14 +60,22 @@ def test_the_last_of_several_threads_switches_on_again() -> None:
             may_end.wait()
 
     other = threading.Thread(target=pause)
-    with collector_paused():
-        other.start()
-        is_in.wait()
-        with collector_running():
-            assert not gc.isenabled()
-    assert not gc.isenabled()
-    may_end.set()
-    other.join()
+    other.start()
+    is_in.wait()
+    try:
+        yield
+    finally:
+        may_end.set()
+        other.join()
+
+
+def test_the_last_of_several_threads_switches_on_again() -> None:
+    with contextlib.ExitStack() as elsewhere:
+        with collector_paused():
+            elsewhere.enter_context(paused_elsewhere())
+            with collector_running():
+                assert not gc.isenabled()
+        assert not gc.isenabled()
     assert gc.isenabled()
 
 
@@ -104,21 +115,10 @@ def test_a_wait_that_is_taken_back_late_pauses_nobody_any_more() -> None:
 
 
 def test_a_child_that_is_forked_meanwhile_collects() -> None:
-    is_in, may_end = threading.Event(), threading.Event()
-
-    def pause() -> None:
-        with collector_paused():
-            is_in.set()
-            may_end.wait()
-
-    other = threading.Thread(target=pause)
-    other.start()
-    is_in.wait()
-    child = os.fork()
-    if not child:
-        os._exit(gc.isenabled())
-    may_end.set()
-    other.join()
+    with paused_elsewhere():
+        child = os.fork()
+        if not child:
+            os._exit(gc.isenabled())
     assert 1 == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
