@@ -44,9 +44,9 @@ from benchmarks.results import (
     Timeline,
     spread,
 )
-from milepost.connection import fetch_status
-from milepost.embedded import is_running
-from milepost.run_dir import default_run_dir
+from milepost.link.connection import fetch_status
+from milepost.link.embedded import is_running
+from milepost.link.run_dir import default_run_dir
 
 TRIAL_S_MAX: Final = 1200.0
 """How long one trial may take."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from milepost.protocol import (
+from milepost.wire.messages import (
     PROTOCOL_VERSION,
     Concluded,
     Gathered,

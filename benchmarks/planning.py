@@ -19,10 +19,10 @@ from benchmarks.coordinator import RANKS_A_NODE, Coordinator
 from benchmarks.results import Planned
 from milepost.format.layout import PAGE_BYTES, align, place
 from milepost.format.manifest import FRAGMENT_PREFIX, Fragment, FragmentFile, encode
-from milepost.offer import Kind, Offer, encode_offer, unpack_assigned
-from milepost.protocol import RankReport, SaveRef, WrittenFile
-from milepost.storage import Root
-from milepostd.planner import (
+from milepost.storage.root import Root
+from milepost.wire.messages import RankReport, SaveRef, WrittenFile
+from milepost.wire.offers import Kind, Offer, encode_offer, unpack_assigned
+from milepostd.planner.process import (
     FRAME_HEADER,
     AnyAnswer,
     AnyRequest,
@@ -82,7 +82,7 @@ def plan(folder: Path, ranks: int, tensors: int) -> Planned:
     coordinator = Coordinator(JOB, str(root.path), ranks)
     take = coordinator.offer(save, reports)
     child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "milepostd.planner_child", str(folder / "plans"), "0"],
+        [sys.executable, "-P", "-m", "milepostd.planner.child", str(folder / "plans"), "0"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.results import Task
-from milepost.format import container
+from milepost.dcp_format import container
 
 STEP_COPIES: Final = 2
 """A training step takes as long as so many copies of the state by one thread."""

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
         Unavailable,
         UsageError,
     )
-    from milepost.restore import LoadReport
-    from milepost.retention import KeepEvery, KeepLast, Protect
-    from milepost.save import Checkpoint, Save
+    from milepost.handle import Checkpoint, Save
+    from milepost.reading.restore import LoadReport
+    from milepost.storage.retention import KeepEvery, KeepLast, Protect
 
 __all__ = [
     "Checkpoint",
@@ -57,13 +57,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Checkpoint": "save",
+    "Checkpoint": "handle",
     "Checkpointer": "checkpointer",
-    "KeepEvery": "retention",
-    "KeepLast": "retention",
-    "LoadReport": "restore",
-    "Protect": "retention",
-    "Save": "save",
+    "KeepEvery": "storage.retention",
+    "KeepLast": "storage.retention",
+    "LoadReport": "reading.restore",
+    "Protect": "storage.retention",
+    "Save": "handle",
 }
 
 

@@ -5,18 +5,13 @@ Owns the words and when they are due; decides nothing, refuses nothing.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
-
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
-    from milepost.storage import Root
+    from milepost.storage.root import Root
 
 log = logging.getLogger("milepost")
 
@@ -67,30 +62,6 @@ def tell_branch(root: Root, step: int, attempt: int) -> None:
             "keep= the old ones go in turn; ck.load(state) before the loop resumes",
             root.path, entries[0].step, step,
         )  # fmt: skip
-
-
-@contextlib.contextmanager
-def watching_steps() -> Iterator[None]:
-    """Warn if an optimizer steps meanwhile on this thread: reading a state is not to change it."""
-    stepped: list[str] = []
-    thread = threading.get_ident()
-
-    def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() == thread:
-            stepped.append(type(optimizer).__name__)
-
-    hook = register_optimizer_step_pre_hook(note)
-    try:
-        yield
-    finally:
-        hook.remove()
-    if stepped:
-        log.warning(
-            "reading the state has stepped %s, which counts as a step of training: torch's "
-            "get_state_dict does so to an optimizer that has no state yet; call prepare() and "
-            "save() after the optimizer's first step",
-            ", ".join(stepped),
-        )
 
 
 def tell_unprepared(planned_s: float, copied_s: float | None, *, was_prepared: bool) -> None:

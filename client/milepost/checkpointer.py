@@ -23,17 +23,21 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import torch
 
 from milepost.advice import note_made, tell_branch, tell_unprepared
-from milepost.claims import Ownership, check_ours, find_other, reading
-from milepost.collector import collect_now, collector_paused
-from milepost.connection import error_of, fetch_status
-from milepost.content import Content, ContentReader
+from milepost.concurrency.collector import collect_now, collector_paused
+from milepost.concurrency.turns import Turn, in_turn
+from milepost.concurrency.waiting import check_timeout, make_condition, wait_telling
 from milepost.errors import (
     MilepostError,
     SaveFailed,
     Unavailable,
     UsageError,
 )
-from milepost.offer import encode_offer, unpack_assigned
+from milepost.handle import STAGED, Checkpoint, EarlyEnds, Save, not_staged
+from milepost.link.connection import fetch_status
+from milepost.link.preemption import PreemptionFlag
+from milepost.link.rendezvous import Group, Introduction, Meeting, join_group, meet, tell_all
+from milepost.link.run_dir import default_run_dir
+from milepost.link.session import JOIN_S, Session
 from milepost.options import (
     check_choice,
     check_options,
@@ -45,8 +49,24 @@ from milepost.options import (
     job_name,
     make_overlap,
 )
-from milepost.preemption import PreemptionFlag
-from milepost.protocol import (
+from milepost.reading.restore import (
+    LoadReport,
+    check_whole,
+    choose_checkpoint,
+    load_checkpoint,
+    warn_of_unexpected,
+)
+from milepost.staging.selection import Optimizers, Selection
+from milepost.staging.slots import Slots
+from milepost.staging.stager import Staged as StagedImage
+from milepost.staging.stager import Stager
+from milepost.state.content import Content, ContentReader
+from milepost.state.items import Items
+from milepost.storage.claims import Ownership, check_ours, find_other, reading
+from milepost.storage.retention import Policy
+from milepost.storage.root import Root
+from milepost.wire.causes import error_of
+from milepost.wire.messages import (
     AbortWanted,
     Cause,
     Concluded,
@@ -65,32 +85,13 @@ from milepost.protocol import (
     Staged,
     Unable,
 )
-from milepost.rendezvous import Group, Introduction, Meeting, join_group, meet, tell_all
-from milepost.restore import (
-    LoadReport,
-    check_whole,
-    choose_checkpoint,
-    load_checkpoint,
-    warn_of_unexpected,
-)
-from milepost.retention import Policy
-from milepost.run_dir import default_run_dir
-from milepost.save import STAGED, Checkpoint, EarlyEnds, Save, not_staged
-from milepost.selection import Optimizers, Selection
-from milepost.session import JOIN_S, Session
-from milepost.slots import Slots
-from milepost.staging import Staged as StagedImage
-from milepost.staging import Stager
-from milepost.state import Items
-from milepost.storage import Root
-from milepost.turns import Turn, in_turn
-from milepost.waiting import check_timeout, make_condition, wait_telling
+from milepost.wire.offers import encode_offer, unpack_assigned
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.checkpoint.planner import SavePlanner
 
-    from milepost.arena import Slot
+    from milepost.memory.arena import Slot
 
 log = logging.getLogger("milepost")
 

@@ -21,14 +21,14 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from milepost.errors import MilepostError, Unavailable, UsageError
-from milepost.run_dir import default_run_dir
+from milepost.link.run_dir import default_run_dir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rich.console import RenderableType
 
-    from milepost.tools.verify import Damage, Verification
+    from milepost.reading.verification import Damage, Verification
 
 EXIT_DAMAGED = 1
 EXIT_USAGE = 2
@@ -247,7 +247,7 @@ def _verify(checkpoint: Path) -> Verification:
         TransferSpeedColumn,
     )
 
-    from milepost.tools.verify import verify as verify_checkpoint
+    from milepost.reading.verification import verify as verify_checkpoint
 
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)

@@ -14,11 +14,11 @@ from typing import Final
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from milepost.errors import UsageError
-from milepost.overlap import Overlap
-from milepost.planning import is_default
-from milepost.retention import Policy
-from milepost.selection import Optimizers
-from milepost.storage import check_name
+from milepost.staging.overlap import Overlap
+from milepost.staging.selection import Optimizers
+from milepost.state.planners import is_default
+from milepost.storage.retention import Policy
+from milepost.storage.root import check_name
 
 JOB_CHARACTERS_MAX: Final = 200
 """Longest name of a job: it is on every line of the log and in every message."""

@@ -15,10 +15,10 @@ from typing import Annotated, Any
 import typer
 
 from milepost.errors import MilepostError, UsageError
-from milepost.run_dir import make_run_dir
-from milepostd.config import FLAGS, Settings, load_settings
-from milepostd.logs import emit, setup
-from milepostd.placement import Place
+from milepost.link.run_dir import make_run_dir
+from milepostd.ops.config import FLAGS, Settings, load_settings
+from milepostd.ops.logs import emit, setup
+from milepostd.ops.placement import Place
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

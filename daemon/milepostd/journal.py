@@ -14,9 +14,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from milepost.arena import Arena, SlotState, find_arenas
 from milepost.errors import MilepostError, ProtocolError
-from milepost.protocol import Join, SaveRef, Staged, decode_client, encode
+from milepost.memory.arena import Arena, SlotState, find_arenas
+from milepost.wire.messages import Join, SaveRef, Staged, decode_client, encode
 
 _log = logging.getLogger(__name__)
 

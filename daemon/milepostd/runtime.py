@@ -27,10 +27,11 @@ from typing import Any, Final, TypeVar
 import msgspec
 import psutil
 
-from milepost.arena import find_arenas
 from milepost.errors import UsageError
 from milepost.format.manifest import FragmentFile
-from milepost.protocol import (
+from milepost.memory.arena import find_arenas
+from milepost.storage.root import Root
+from milepost.wire.messages import (
     PROTOCOL_VERSION,
     AbortWanted,
     Cause,
@@ -56,9 +57,6 @@ from milepost.protocol import (
     Welcome,
     WrittenFile,
 )
-from milepost.storage import Root
-from milepostd import systemd
-from milepostd.config import Settings
 from milepostd.core.commands import (
     AbandonWrite,
     AnyCommand,
@@ -110,20 +108,22 @@ from milepostd.core.events import (
 from milepostd.core.node import Node, NodeSettings
 from milepostd.core.phases import Phase
 from milepostd.core.status import status_of
-from milepostd.failures import cause_of, retried
-from milepostd.faults import FaultPoints, parse_faults
-from milepostd.http import bind_as_set, make_app, serve, url_of
+from milepostd.executors.failures import cause_of, retried
+from milepostd.executors.latest import Latest
+from milepostd.executors.threads import Threads
+from milepostd.executors.throttle import MB, BandwidthLimit, Pace
+from milepostd.executors.verdicts import Verdicts
+from milepostd.executors.writer import OpenArenas, write_fragment, write_rank
 from milepostd.journal import Journal, find_staged
-from milepostd.latest import Latest
-from milepostd.logs import emit
-from milepostd.metrics import Counters, make_exposition
-from milepostd.placement import Place
-from milepostd.planner import Planner
-from milepostd.threads import Threads
-from milepostd.throttle import MB, BandwidthLimit, Pace
+from milepostd.ops import systemd
+from milepostd.ops.config import Settings
+from milepostd.ops.faults import FaultPoints, parse_faults
+from milepostd.ops.http import bind_as_set, make_app, serve, url_of
+from milepostd.ops.logs import emit
+from milepostd.ops.metrics import Counters, make_exposition
+from milepostd.ops.placement import Place
+from milepostd.planner.process import Planner
 from milepostd.transport import Transport, load_identity, save_identity
-from milepostd.verdicts import Verdicts
-from milepostd.writer import OpenArenas, write_fragment, write_rank
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

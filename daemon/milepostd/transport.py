@@ -33,7 +33,8 @@ import zmq.auth
 import zmq.auth.asyncio
 
 from milepost.errors import ProtocolError, UsageError
-from milepost.protocol import (
+from milepost.link.run_dir import SOCKET_PATH_BYTES_MAX, socket_path
+from milepost.wire.messages import (
     MESSAGE_BYTES_MAX,
     PROTOCOL_VERSION,
     Cause,
@@ -47,7 +48,6 @@ from milepost.protocol import (
     decode_peer,
     encode,
 )
-from milepost.run_dir import SOCKET_PATH_BYTES_MAX, socket_path
 
 log = logging.getLogger(__name__)
 

@@ -530,7 +530,7 @@ def members(
 
 def check_root(root: Path, known: set[str] | None = None) -> list[str]:
     """Verify every directory under a final name that is not `known`; return their names."""
-    from milepost.tools.verify import verify
+    from milepost.reading.verification import verify
 
     names = []
     for entry in sorted(root.iterdir()):

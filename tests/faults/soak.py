@@ -66,7 +66,9 @@ class Plan(NamedTuple):
 
 def draw(options: Options) -> Plan:
     """Draw the faults of a run."""
-    from milepostd.faults import POINTS  # The judge imports this file, and must not import ours.
+    from milepostd.ops.faults import (
+        POINTS,  # The judge imports this file, and must not import ours.
+    )
 
     chance = random.Random(options.seed)
     # The other node meets those of its own part only.

@@ -105,6 +105,6 @@ def _is_traced(pid: int, tracer: int) -> bool:
 def planner_of(daemon: int) -> int:
     """Return the pid of a daemon's planner, which writes the manifest and `.metadata`."""
     for child in psutil.Process(daemon).children():
-        if "planner_child" in " ".join(child.cmdline()):
+        if "milepostd.planner.child" in " ".join(child.cmdline()):
             return child.pid
     raise AssertionError(f"daemon {daemon} has no planner")

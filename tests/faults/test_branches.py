@@ -10,8 +10,8 @@ import pytest
 
 from milepost import KeepLast
 from milepost.errors import CorruptCheckpoint, LoadFailed
-from milepost.storage import Root
-from milepost.tools.verify import verify
+from milepost.reading.verification import verify
+from milepost.storage.root import Root
 from tests.faults.fleet import (
     SHORT_S,
     VALUES,

@@ -42,9 +42,9 @@ SILENCE_S = 4.0
 RESTORE_S = 3.0
 
 LIMITS = {
-    "milepost.connection:SILENCE_S": SILENCE_S,
-    "milepost.session:START_S": 1.0,
-    "milepost.session:RESTORE_S": RESTORE_S,
+    "milepost.link.connection:SILENCE_S": SILENCE_S,
+    "milepost.link.session:START_S": 1.0,
+    "milepost.link.session:RESTORE_S": RESTORE_S,
 }
 """The client's own limits, shortened: what is told is that they hold, in their order."""
 
@@ -137,7 +137,7 @@ def save_when_there_is_a_daemon(rank: Rank) -> list[str]:
             rank.arguments["told"].touch()
 
     logging.getLogger("milepost").addHandler(Told())
-    trainer = Trainer(rank, limits={"milepost.session:ANSWER_S": 0.5})
+    trainer = Trainer(rank, limits={"milepost.link.session:ANSWER_S": 0.5})
     before = list(told)
     assert "committed" == trainer.save(1)["phase"]
     trainer.close()

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import pytest
 
-from milepostd.faults import POINTS
+from milepostd.ops.faults import POINTS
 from tests.faults.fleet import (
     Crew,
     Fired,

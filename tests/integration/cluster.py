@@ -50,7 +50,7 @@ class Node:
     log: Path
 
     def status(self) -> dict[str, Any]:
-        from milepost.connection import fetch_status
+        from milepost.link.connection import fetch_status
 
         return fetch_status(self.run_dir, 30)
 

@@ -17,10 +17,10 @@ import msgspec
 import pytest
 
 from milepost.errors import UsageError
-from milepostd.config import load_settings
-from milepostd.http import bind, bind_as_set, make_app, serve, url_of
-from milepostd.metrics import Counters, make_exposition
-from milepostd.systemd import ServiceManager
+from milepostd.ops.config import load_settings
+from milepostd.ops.http import bind, bind_as_set, make_app, serve, url_of
+from milepostd.ops.metrics import Counters, make_exposition
+from milepostd.ops.systemd import ServiceManager
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
@@ -262,7 +262,7 @@ def test_the_default_port_taken_is_a_warning(
 ) -> None:
     with bind("127.0.0.1:0", "") as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        monkeypatch.setattr("milepostd.config.HTTP_ADDRESS", address)
+        monkeypatch.setattr("milepostd.ops.config.HTTP_ADDRESS", address)
         settings = load_settings({"roots": [str(tmp_path)]}, {}, None)
         assert bind_as_set(settings) is None
     assert ["http.refused"] == [record.getMessage() for record in caplog.records]
@@ -301,7 +301,7 @@ def test_outside_a_unit_systemd_is_told_nothing() -> None:
 
 def test_nothing_of_the_daemon_imports_torch() -> None:
     code = (
-        "import sys, milepostd.cli, milepostd.http, milepostd.logs, milepostd.systemd\n"
+        "import sys, milepostd.cli, milepostd.ops.http, milepostd.ops.logs, milepostd.ops.systemd\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert 0 == subprocess.run([sys.executable, "-c", code], check=False).returncode

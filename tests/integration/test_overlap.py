@@ -38,7 +38,7 @@ class Lockstep(torch.optim.Optimizer):
 
 def _gate(ck: Any) -> threading.Event:
     """Put an open gate before the copy's work in host memory, and return it."""
-    from milepost.streams import HostStreams
+    from milepost.staging.streams import HostStreams
 
     opened = threading.Event()
     opened.set()

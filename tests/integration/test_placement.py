@@ -35,7 +35,7 @@ BURST_S = 0.25
 """What a limit lets through at once, as seconds of it."""
 
 ROOMY = (
-    "import sys; import milepostd.placement as p; p.CORES_MIN = 1; sys.argv = sys.argv[3:]; "
+    "import sys; import milepostd.ops.placement as p; p.CORES_MIN = 1; sys.argv = sys.argv[3:]; "
     "from milepostd.cli import main; main()"
 )
 """Runs a daemon for which one free core is room enough, so that two cores can show a move."""
@@ -222,7 +222,7 @@ def save_pinned(rank: Rank) -> dict[str, Any]:
 def test_an_embedded_daemon_does_not_stay_on_the_core_of_the_rank_that_started_it(
     folder: Path,
 ) -> None:
-    from milepostd.placement import Host, choose_cores
+    from milepostd.ops.placement import Host, choose_cores
 
     allowed = everywhere()
     core = min(allowed)
@@ -259,7 +259,7 @@ def save_until_moved(rank: Rank) -> list[frozenset[int]]:
 def test_daemon_and_planner_move_off_the_core_of_a_trainer_and_back_when_it_leaves(
     folder: Path,
 ) -> None:
-    from milepostd.placement import parse_cores
+    from milepostd.ops.placement import parse_cores
 
     root = folder / "root"
     core, other = sorted(everywhere())[:2]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
-from milepost.format.container import serialise, template
+from milepost.dcp_format.container import serialise, template
 from milepost.format.layout import PAGE_BYTES, align, place
 from milepost.format.manifest import (
     FRAGMENT_PREFIX,
@@ -25,11 +25,11 @@ from milepost.format.manifest import (
     encode,
     read_manifest,
 )
-from milepost.offer import Kind, Offer, encode_offer, unpack_assigned
-from milepost.protocol import Cause, RankLayout, RankReport, SaveRef, WrittenFile
-from milepost.storage import Root
-from milepostd import planner as planner_module
-from milepostd.planner import IndexBuilt, PlanMade, Planner
+from milepost.storage.root import Root
+from milepost.wire.messages import Cause, RankLayout, RankReport, SaveRef, WrittenFile
+from milepost.wire.offers import Kind, Offer, encode_offer, unpack_assigned
+from milepostd.planner import process as planner_module
+from milepostd.planner.process import IndexBuilt, PlanMade, Planner
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -50,7 +50,7 @@ def weight(rank: int, world: int, path: str) -> float:
 
 
 def test_all_ranks_stop_at_the_same_step_once_one_was_told_to_go(folder: Path) -> None:
-    from milepost.tools.verify import (
+    from milepost.reading.verification import (
         verify,
     )  # The judge imports this file, and must not import ours.
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import pytest
 
-from milepost.embedded import is_running
+from milepost.link.embedded import is_running
 
 ROOT = Path(__file__).parents[2]
 PAGES = (

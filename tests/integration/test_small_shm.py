@@ -37,8 +37,8 @@ def in_own_file_system(mount_point: Path, mount: str, script: str) -> list[str]:
 ARENA = """
 import os, sys
 from pathlib import Path
-from milepost import pages
-from milepost.arena import Arena, arena_dir, arena_path
+from milepost.memory import pages
+from milepost.memory.arena import Arena, arena_dir, arena_path
 from milepost.errors import Rejected
 
 def create(generation, image_bytes):
@@ -93,8 +93,8 @@ def test_an_image_that_does_not_fit_shared_memory_is_refused_before_a_page_is_to
 HUGE = """
 import os, sys
 from pathlib import Path
-from milepost import pages
-from milepost.arena import Arena
+from milepost.memory import pages
+from milepost.memory.arena import Arena
 from milepost.errors import Rejected
 
 os.environ["MILEPOST_SHM_DIR"] = sys.argv[1]
@@ -145,8 +145,8 @@ def test_huge_pages_are_taken_where_the_mount_gives_them(
 INTERRUPTED = """
 import os, sys, threading
 from pathlib import Path
-from milepost import pages
-from milepost.arena import Arena
+from milepost.memory import pages
+from milepost.memory.arena import Arena
 
 def create(name):
     return Arena.create(Path(sys.argv[1]) / name, layout_id="l", table=b"", slots=2,
@@ -192,11 +192,12 @@ def test_an_interrupt_while_huge_pages_are_taken_goes_through_and_leaves_nothing
 TARGET = """
 import mmap, os, sys
 from pathlib import Path
-from milepost import blocks, storage
+from milepost.storage import blocks
+from milepost.storage import root as storage
 from milepost.errors import StorageError
 from milepost.format.manifest import Manifest, encode
-from milepost.protocol import SaveRef
-from milepost.storage import Root
+from milepost.wire.messages import SaveRef
+from milepost.storage.root import Root
 
 MB = 1 << 20
 image = memoryview(mmap.mmap(-1, 12 * MB))
@@ -253,8 +254,8 @@ def test_a_full_target_is_an_error_with_the_numbers_and_the_next_save_works_when
 
 REFUSING = """
 import errno, fcntl, mmap, os, sys
-from milepost.protocol import SaveRef
-from milepost.storage import Root
+from milepost.wire.messages import SaveRef
+from milepost.storage.root import Root
 
 root = Root(sys.argv[1])
 root.prepare()

@@ -19,8 +19,8 @@ pytestmark = needs_strace
 CHILD = """
 import mmap, sys
 from milepost.format.manifest import FRAGMENT_PREFIX, Manifest, encode
-from milepost.protocol import SaveRef
-from milepost.storage import Root
+from milepost.wire.messages import SaveRef
+from milepost.storage.root import Root
 root = Root(sys.argv[1])
 root.prepare()
 attempt = root.claim_attempt("job")

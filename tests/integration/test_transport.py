@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import zmq
 
-from milepost.protocol import Cause as FailCause
-from milepost.protocol import Fail, NodeRef, PeerEnvelope, SaveRef
+from milepost.wire.messages import Cause as FailCause
+from milepost.wire.messages import Fail, NodeRef, PeerEnvelope, SaveRef
 from milepostd.transport import Identity, Transport
 
 

@@ -1,5 +1,4 @@
-"""The directory that all nodes share, and what `milepost.storage` and `milepost.claims` do in it,
-call by call.
+"""The directory that all nodes share, and what `milepost.storage` does in it, call by call.
 
 Owns a small file system: directories, files and links, of which each unsynced change is lost at a
 crash by its own coin; and twins of the storage module's operations as generators that name a call
@@ -7,8 +6,8 @@ before they make it, so that the world can cut, fail, delay or hang them anywher
 network, and of time only the clock by which files are touched. `test_simulation.py` runs the twins
 against the real modules.
 
-Sources: `client/milepost/storage.py` and `claims.py`, `daemon/milepostd/writer.py` and
-`planner_child.py`.
+Sources: `client/milepost/storage/root.py` and `claims.py`, `daemon/milepostd/executors/writer.py`
+and `planner/child.py`.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
-from milepost.claims import EXPIRY_S
 from milepost.errors import Rejected, SaveFailed
-from milepost.protocol import Keep, SaveRef, WrittenFile
-from milepost.retention import doomed
-from milepost.storage import storage_error
+from milepost.storage.claims import EXPIRY_S
+from milepost.storage.refusals import storage_error
+from milepost.storage.retention import doomed
+from milepost.wire.messages import Keep, SaveRef, WrittenFile
 
 Result = TypeVar("Result")
 Calls: TypeAlias = Generator[str, None, Result]
@@ -319,7 +318,7 @@ def reported(operation: str, path: str, calls: Calls[Result]) -> Calls[Result]:
 
 
 class Root:
-    """The twin of `milepost.storage.Root`, as one node (`owner`) sees it."""
+    """The twin of `milepost.storage.root.Root`, as one node (`owner`) sees it."""
 
     def __init__(self, disk: Disk, owner: str, rng: random.Random, path: str) -> None:
         self.disk = disk

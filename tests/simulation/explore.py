@@ -1,7 +1,7 @@
 """Every order of one small save: all interleavings with one crash and one lost message.
 
 Where `run` draws one of endlessly many histories, this walks all of a few: the small world of
-`tests.unit.core_world` is cloned at each choice, what was met before is not entered again, and
+`tests.unit.core.core_world` is cloned at each choice, what was met before is not entered again, and
 where nothing is in flight any more only timers are left, which run in their time. A crash strikes
 any daemon at any point, which comes back at once or never.
 """
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from milepost.protocol import Cause
+from milepost.wire.messages import Cause
 from milepostd.core.commands import AnyCommand, GiveUp, WriteImage
 from milepostd.core.events import (
     AnyEvent,
@@ -38,7 +38,7 @@ from milepostd.core.events import (
 )
 from milepostd.core.invariants import broken_invariants
 from milepostd.core.node import Node
-from tests.unit.core_world import InFlight, SlowCommand, World, failed, save_ref
+from tests.unit.core.core_world import InFlight, SlowCommand, World, failed, save_ref
 
 SAVE = save_ref(1)
 KEY = (SAVE.job, SAVE.save_id)

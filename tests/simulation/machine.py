@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from milepost.errors import MilepostError, Rejected, StorageError
-from milepost.protocol import (
+from milepost.storage.refusals import storage_error
+from milepost.wire.messages import (
     Cause,
     DaemonMessage,
     Join,
@@ -30,7 +31,6 @@ from milepost.protocol import (
     Staged,
     WrittenFile,
 )
-from milepost.storage import storage_error
 from milepostd.core.commands import (
     AnyCommand,
     BuildIndex,
@@ -81,7 +81,7 @@ from milepostd.core.events import (
     TimerFired,
 )
 from milepostd.core.node import Node, NodeSettings
-from milepostd.latest import FOLLOW_PAUSES_S
+from milepostd.executors.latest import FOLLOW_PAUSES_S
 from tests.simulation.disk import Image, Root
 from tests.simulation.world import SECOND_NS, Life, Sleep, Steps, World
 
@@ -592,7 +592,7 @@ class Machine:
 
 
 def _layout_of(rank: int, structure: str, save: SaveRef) -> Any:
-    from milepost.protocol import RankLayout
+    from milepost.wire.messages import RankLayout
 
     return RankLayout(rank, f"{structure}/{save.save_id}", b"\1")
 

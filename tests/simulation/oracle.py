@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from milepost.errors import CODES
-from milepost.protocol import Keep
+from milepost.wire.messages import Keep
 from milepostd.core.commands import Log
 from milepostd.core.events import AnyEvent
 from milepostd.core.invariants import broken_invariants

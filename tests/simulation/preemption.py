@@ -9,7 +9,7 @@ for. Two waits that may run out are part of the design, and excuse a split: the 
 without a rank after `DECIDE_NS`, a rank without the coordinator after `HOLD_S`. For a signal that
 comes after the healing, and for any once all has settled, neither may run out.
 
-Sources: `client/milepost/preemption.py`, `daemon/milepostd/core/preemption.py`.
+Sources: `client/milepost/link/preemption.py`, `daemon/milepostd/core/preemption.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from milepost.errors import MilepostError
-from milepost.preemption import HOLD_S, REPEAT_S
-from milepost.protocol import Preempted, PreemptionDecided, PreemptionNoticed, ReadsTold
+from milepost.link.preemption import HOLD_S, REPEAT_S
+from milepost.wire.messages import Preempted, PreemptionDecided, PreemptionNoticed, ReadsTold
 from milepostd.core.commands import Reply, Send
 from milepostd.core.events import AnyEvent, TimerFired
 from tests.simulation.world import SECOND_NS, Steps, Until, World

@@ -6,7 +6,7 @@ or stopped for longer than a lease lives. `Leases` judges: a checkpoint that som
 when retention looked is not removed while that lease lives.
 
 A lease that is taken after retention has looked comes too late: the reader finds the checkpoint
-gone, and says so. Source: `client/milepost/claims.py`.
+gone, and says so. Source: `client/milepost/storage/claims.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from milepost.claims import BEAT_S, EXPIRY_S
+from milepost.storage.claims import BEAT_S, EXPIRY_S
 from tests.simulation.disk import READING, RETIRED, File, Inode, Root, lease_on
 from tests.simulation.world import Life, Sleep, Steps, World
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from milepost.protocol import Keep, NodeRef
+from milepost.wire.messages import Keep, NodeRef
 from tests.simulation import preemption, readers
 from tests.simulation.disk import Disk, Folder
 from tests.simulation.faults import FaultOptions, Faults, draw

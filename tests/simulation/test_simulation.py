@@ -20,16 +20,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from milepost.claims import EXPIRY_S, being_read, reading
 from milepost.errors import MilepostError
 from milepost.format.manifest import Manifest as RealManifest
 from milepost.format.manifest import encode
-from milepost.protocol import Keep, PreemptionDecided, SaveRef
-from milepost.storage import Root
+from milepost.storage.claims import EXPIRY_S, being_read, reading
+from milepost.storage.root import Root
+from milepost.wire.messages import Keep, PreemptionDecided, SaveRef
 from milepostd.core.phases import COORDINATOR, PARTICIPANT, Phase, Trigger
 from milepostd.core.preemption import Preemption
 from milepostd.core.save import Coordination, Participation, _Role
-from milepostd.latest import _retain
+from milepostd.executors.latest import _retain
 from tests.simulation import __main__ as command
 from tests.simulation import branches, disk, faults, preemption, readers
 from tests.simulation.disk import MANIFEST, METADATA, Calls, Disk, File, Image, Manifest, finish

@@ -15,9 +15,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from milepost.embedded import START_S
 from milepost.errors import MilepostError, Rejected, Unavailable
-from milepost.protocol import (
+from milepost.link.embedded import START_S
+from milepost.link.session import (
+    ANSWER_S,
+    JOIN_S,
+    LEAVE_S,
+    MISSING_S,
+    RESTORE_S,
+    RETRY_S,
+    SaveWord,
+)
+from milepost.wire.messages import (
     SILENCE_S,
     AbortWanted,
     Cause,
@@ -40,15 +49,6 @@ from milepost.protocol import (
     SlotFreed,
     Staged,
     Unable,
-)
-from milepost.session import (
-    ANSWER_S,
-    JOIN_S,
-    LEAVE_S,
-    MISSING_S,
-    RESTORE_S,
-    RETRY_S,
-    SaveWord,
 )
 from tests.simulation.branches import Choice, load
 from tests.simulation.disk import Image, Root

@@ -14,23 +14,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Group
-from tests.unit.published import publish
+from tests.unit.storage.published import publish
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from milepost import advice, rendezvous
-from milepost.arena import find_arenas
-from milepost.claims import Ownership, find_other
-from milepost.content import ContentReader
-from milepost.embedded import ensure_daemon
+from milepost import advice
 from milepost.errors import Unavailable, UsageError
+from milepost.link import rendezvous
+from milepost.link.embedded import ensure_daemon
+from milepost.link.rendezvous import Group as Ranks
+from milepost.link.rendezvous import gather, tell_all
+from milepost.memory.arena import find_arenas
 from milepost.options import check_options, directory_name, find_root, find_run_dir, job_name
-from milepost.rendezvous import Group as Ranks
-from milepost.rendezvous import gather, tell_all
-from milepost.storage import Root
+from milepost.state.content import ContentReader
+from milepost.storage.claims import Ownership, find_other
+from milepost.storage.root import Root
 from milepost.tools.status import counted, fetch, render
 from milepostd.cli import check_directories
-from milepostd.config import Settings
+from milepostd.ops.config import Settings
 
 GOOD: dict[str, Any] = {
     "on_busy": "wait", "on_failure": "warn", "staging": "blocking", "slots": 2, "deadline_s": 9.0,

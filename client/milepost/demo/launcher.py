@@ -28,7 +28,6 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from milepost.connection import fetch_status
 from milepost.demo import judge
 from milepost.demo.records import (
     Called,
@@ -43,7 +42,8 @@ from milepost.demo.records import (
 )
 from milepost.demo.report import Attempt, explain, figures_of, make_table
 from milepost.errors import Unavailable, UsageError
-from milepost.run_dir import SOCKET_PATH_BYTES_MAX, socket_path
+from milepost.link.connection import fetch_status
+from milepost.link.run_dir import SOCKET_PATH_BYTES_MAX, socket_path
 
 NODES: Final = 2
 RANKS_PER_NODE: Final = 2

@@ -1,6 +1,5 @@
-"""PyTorch's on-disk checkpoint format, as both sides see it.
+"""The parts of a checkpoint that are not torch's. Never imports torch.
 
-`layout` (where each blob lies in an image) and `manifest` know nothing of torch; `container` (the
-bytes torch.save puts around a payload) and `index` (`.metadata`) do, and are imported only by
-trainers, tools and the daemon's planner child.
+Where blobs lie in an image, the manifest, the order of checkpoints, and whether shards cover a
+tensor.
 """

@@ -12,7 +12,9 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from milepost.offer import Box
+import msgspec
+
+from milepost.wire.offers import Box
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -181,3 +183,12 @@ def _show(offsets: Box, sizes: Box) -> str:
     return (
         f"[{', '.join(f'{at}:{at + length}' for at, length in zip(offsets, sizes, strict=True))}]"
     )
+
+
+class IndexProblem(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a key cannot be loaded whole."""
+
+    code: str
+    """`coverage-gap`, `coverage-overlap` or `coverage-bounds`."""
+    key: str
+    text: str

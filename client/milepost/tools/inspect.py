@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from milepost.format.manifest import Manifest, read_manifest
-from milepost.format.tiling import GAP, check_tiling
+from milepost.format.tiling import IndexProblem
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,15 +49,6 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     blobs: int
 
 
-class IndexProblem(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a key cannot be loaded whole."""
-
-    code: str
-    """`coverage-gap`, `coverage-overlap` or `coverage-bounds`."""
-    key: str
-    text: str
-
-
 class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     """What is in a checkpoint."""
 
@@ -87,7 +76,8 @@ def inspect(checkpoint: Path) -> Inspection:
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from milepost.format.index import read_metadata
+    from milepost.dcp_format.coverage import index_problems
+    from milepost.dcp_format.index import read_metadata
 
     metadata = read_metadata(checkpoint)
     manifest = read_manifest(checkpoint) or Manifest()
@@ -130,43 +120,6 @@ def inspect(checkpoint: Path) -> Inspection:
         ),
         problems=tuple(index_problems(metadata)),
     )
-
-
-def index_problems(metadata: Metadata) -> list[IndexProblem]:
-    """Check that the shards of each tensor tile it, and that a file holds every shard and
-    object.
-    """
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    problems = []
-    # Equality of MetadataIndex goes by key and offset; a whole tensor may have been stored without.
-    held = {(index.fqn, index.offset) for index in metadata.storage_data}
-    for key, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            if not any((key, offset) in held for offset in (None, ())):
-                text = "no file holds the object"
-                problems.append(IndexProblem(code=GAP, key=key, text=text))
-            continue
-        boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-        problem = check_tiling(tuple(entry.size), boxes)
-        if problem is not None:
-            problems.append(IndexProblem(code=problem.code, key=key, text=problem.text))
-        problems += _unheld(key, entry, held)
-    return problems
-
-
-def _unheld(
-    key: str, entry: TensorStorageMetadata, held: set[tuple[str, object]]
-) -> list[IndexProblem]:
-    """Return the shards of a tensor that have no place in any file."""
-    return [
-        IndexProblem(
-            code=GAP, key=key, text=f"no file holds the shard at {list(chunk.offsets)}"
-        )
-        for chunk in entry.chunks
-        if (key, chunk.offsets) not in held
-        and not (len(entry.chunks) == 1 and (key, None) in held)
-    ]  # fmt: skip
 
 
 def _length(path: Path) -> int:

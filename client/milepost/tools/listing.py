@@ -11,7 +11,7 @@ import msgspec
 
 from milepost.errors import UsageError
 from milepost.format.manifest import METADATA_NAME
-from milepost.storage import Root
+from milepost.storage.root import Root
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from milepost.claims import removable
-from milepost.protocol import Keep
-from milepost.storage import Root
+from milepost.storage.claims import removable
+from milepost.storage.root import Root
 from milepost.tools.listing import require_root
+from milepost.wire.messages import Keep
 
 if TYPE_CHECKING:
     from pathlib import Path

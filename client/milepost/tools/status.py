@@ -37,8 +37,8 @@ def fetch(run_dir: Path, url: str, token: str, timeout_s: float) -> dict[str, An
     """
     if url:
         return _fetch_url(url, token, timeout_s)
-    from milepost.connection import fetch_status
-    from milepost.embedded import is_running
+    from milepost.link.connection import fetch_status
+    from milepost.link.embedded import is_running
 
     # Said at once: the answer of a daemon that is not there would be waited for.
     if not is_running(run_dir):

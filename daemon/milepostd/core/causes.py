@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from milepost.protocol import Cause
+from milepost.wire.messages import Cause
 
 NAMED_MAX: Final = 8
 """How many ranks or nodes a sentence names before it counts the rest."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final, TypeAlias
 
-from milepost.protocol import SaveMessage
+from milepost.wire.messages import SaveMessage
 
 EARLY_MAX: Final = 1024
 """Messages kept; the oldest go first."""

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from milepost.protocol import (
+from milepost.wire.messages import (
     AbortWanted,
     Cause,
     Join,

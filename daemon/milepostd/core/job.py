@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from milepost.protocol import Cause, Join, Keep, NodeRef, SaveRef
+from milepost.wire.messages import Cause, Join, Keep, NodeRef, SaveRef
 
 NO_ORDER: Final = (-1, -1)
 """What a save id that is none is ordered as: before every save."""

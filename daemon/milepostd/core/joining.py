@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Final
 
-from milepost.protocol import Cause, Join
+from milepost.wire.messages import Cause, Join
 from milepostd.core.job import Job
 
 DEADLINE_S_MAX: Final = 7 * 86_400.0

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from milepost.protocol import (
+from milepost.wire.messages import (
     Cause,
     Concluded,
     Fail,

@@ -21,8 +21,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from milepost.format.tiling import BOUNDS, check_tiling
-from milepost.offer import Box, Kind, Offer
-from milepost.protocol import Cause
+from milepost.wire.messages import Cause
+from milepost.wire.offers import Box, Kind, Offer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from milepost.protocol import (
+from milepost.wire.messages import (
     Preempted,
     PreemptionAsked,
     PreemptionDecided,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from milepost.protocol import (
+from milepost.wire.messages import (
     SILENCE_S,
     AbortWanted,
     Cause,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from milepost.protocol import Cause
+from milepost.wire.messages import Cause
 from milepostd.core.job import Job, LastFailed
 from milepostd.core.node import Node
 from milepostd.core.save import SECOND_NS, Coordination, Participation

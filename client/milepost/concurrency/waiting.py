@@ -1,0 +1,67 @@
+"""Waiting on a trainer's threads: on what, for how long, and what its log says meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from milepost.concurrency.collector import collector_running
+from milepost.errors import UsageError
+
+log = logging.getLogger("milepost")
+
+WAIT_TOLD_S: Final = 15.0
+"""How long a call waits in silence; then the log says for what."""
+
+
+def make_condition() -> threading.Condition:
+    """Return a condition that a trainer's threads may use beside signal handlers that raise.
+
+    `Condition.__enter__` is Python code: what a handler raises between its taking the lock and its
+    return leaves the lock taken for ever. A lock's own is not.
+    """
+    lock = threading.RLock()
+    own = {"__enter__": lock.__enter__, "__exit__": lock.__exit__}
+    made: threading.Condition = type("Condition", (threading.Condition,), own)(lock)
+    return made
+
+
+def check_timeout(timeout_s: object) -> None:
+    """Raise UsageError for what is no time to wait: None, or seconds."""
+    if timeout_s is None or (
+        isinstance(timeout_s, int | float)
+        and not isinstance(timeout_s, bool)
+        and timeout_s == timeout_s
+    ):
+        return
+    raise UsageError("usage", f"timeout_s must be seconds, or None for ever, got {timeout_s!r}")
+
+
+def wait_telling(
+    changed: threading.Condition, is_so: Callable[[], bool], timeout_s: float, what: str
+) -> bool:
+    """Wait on a condition that the caller holds; return False if it was not so in time.
+
+    The trainer's other threads may go on for long meanwhile, so the collector does, too.
+
+    Args:
+        changed: notified whenever `is_so` may have changed.
+        is_so: what is waited for.
+        timeout_s: seconds.
+        what: who waits for what, for the log.
+    """
+    if is_so():
+        return True
+    started_s = time.monotonic()
+    pause_s = WAIT_TOLD_S
+    with collector_running():
+        while not changed.wait_for(is_so, min(pause_s, timeout_s)):
+            waited_s = time.monotonic() - started_s
+            if waited_s >= timeout_s:
+                return False
+            log.warning("%s (%.0f s so far); `milepost status` tells more", what, waited_s)
+            pause_s = min(4 * WAIT_TOLD_S, timeout_s - waited_s)
+    return True

@@ -1,0 +1,208 @@
+"""`Save`: the handle of one save, and what it ends in.
+
+A handle is written by the Checkpointer (on the trainer's thread or the copying one until staged, on
+the connection's after) and may be read and waited for on any thread. It ends exactly once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from milepost.concurrency.waiting import check_timeout, make_condition
+from milepost.errors import SaveFailed, UsageError
+from milepost.wire.causes import error_of
+
+if TYPE_CHECKING:
+    from milepost.wire.messages import Cause
+
+log = logging.getLogger("milepost")
+
+ENDED: Final = frozenset({"committed", "failed", "skipped", "outcome-unknown"})
+"""Phases that a save does not leave."""
+
+EARLY_ENDS_MAX: Final = 64
+"""Ranks are a few saves ahead of each other, and ends of saves that were called are kept too."""
+
+STAGED: Final = frozenset({"staged", "writing", "prepared", "committed"})
+"""Phases in which the image is complete."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint.
+
+    Attributes:
+        step: the trainer's step.
+        path: its directory.
+        bytes: size of its data files together, over all ranks.
+        elapsed_s: from the save's first report at this node to the commit.
+    """
+
+    step: int
+    path: Path
+    bytes: int
+    elapsed_s: float
+
+
+def not_staged(rank: int, error: BaseException) -> SaveFailed:
+    """Return why a rank could not stage, for what is no error of ours."""
+    code = "internal" if isinstance(error, Exception) else "aborted"
+    return SaveFailed(code, f"rank {rank} could not stage: {error!r}")
+
+
+class EarlyEnds:
+    """Saves that other ranks have ended before this one called them. Keeps `EARLY_ENDS_MAX`."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, tuple[str, Cause]] = {}
+
+    def keep(self, save_id: str, phase: str, cause: Cause) -> None:
+        """Note the end of a save that is not known here (yet)."""
+        self._ends[save_id] = (phase, cause)
+        while len(self._ends) > EARLY_ENDS_MAX:
+            del self._ends[next(iter(self._ends))]
+
+    def take(self, save_id: str) -> tuple[str, Cause] | None:
+        """Return how the save ended, phase and cause, if it has."""
+        return self._ends.pop(save_id, None)
+
+
+class Save:
+    """One attempt to make a checkpoint.
+
+    Attributes:
+        step: the trainer's step.
+        name: of the checkpoint's directory below the root.
+        save_id: `<attempt>-<count>`, the same on all ranks.
+        is_told: whether `wait()` has raised why it failed.
+        stall_s: how long `save()` kept the trainer.
+        guard_s: how long the guard kept it after that, with `staging="overlap"`.
+    """
+
+    def __init__(self, step: int, name: str, save_id: str, abort: Callable[[], None]) -> None:
+        self.step = step
+        self.name = name
+        self.save_id = save_id
+        self.stall_s = 0.0
+        self.is_told = False
+        self.guard_s = 0.0
+        self._abort = abort
+        self._changed = make_condition()
+        self._phase = "staging"
+        self._checkpoint: Checkpoint | None = None
+        self._cause: Cause | None = None
+        self._callbacks: list[Callable[[Save], None]] = []
+
+    def __repr__(self) -> str:
+        return f"<Save {self.save_id} of step {self.step}: {self.phase}>"
+
+    @property
+    def phase(self) -> str:
+        """One of staging, staged, writing, committed, failed, skipped, outcome-unknown."""
+        return self._phase
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._phase in ENDED
+
+    def wait_staged(self, timeout_s: float | None = None) -> None:
+        """Return once the state may change without harm to the checkpoint.
+
+        Raises:
+            SaveFailed: it ended before it was staged.
+            TimeoutError: not staged in time; the save goes on.
+        """
+        self._wait_until(lambda: self._phase in STAGED or self.done(), timeout_s, "staged")
+        if self._phase not in STAGED and self._phase != "outcome-unknown":
+            raise self.failure()
+
+    def wait(self, timeout_s: float | None = None) -> Checkpoint:
+        """Return the checkpoint once it is committed: durable and published.
+
+        Raises:
+            SaveFailed: it failed, was skipped (`busy`), or how it ended could not be found out
+                (`outcome-unknown`).
+            TimeoutError: not ended in time; the save goes on.
+        """
+        self._wait_until(self.done, timeout_s, "committed")
+        if self._checkpoint is None:
+            self.is_told = True
+            raise self.failure()
+        return self._checkpoint
+
+    def add_done_callback(self, function: Callable[[Save], None]) -> None:
+        """Call `function(save)` once when the save ends, at once if it has.
+
+        It runs on the connection's thread, or on the one that found that the save cannot be staged,
+        and must not block; what it raises is logged. Raises UsageError for what cannot be called.
+        """
+        if not callable(function):
+            raise UsageError("usage", f"a done callback must be callable, got {function!r}")
+        with self._changed:
+            if not self.done():
+                self._callbacks.append(function)
+                return
+        self._call(function)
+
+    def abort(self) -> None:
+        """Ask for the save to end, on all ranks; it may still be committed if that is under way."""
+        if not self.done():
+            self._abort()
+
+    def failure(self) -> SaveFailed:
+        """Return why it did not become a checkpoint. Only for a save that ended so."""
+        assert self._cause is not None
+        error = error_of(self._cause, SaveFailed)
+        assert isinstance(error, SaveFailed)
+        return error
+
+    # --- for the Checkpointer
+
+    def advance(self, phase: str) -> None:
+        """Move to a later phase that is no end."""
+        with self._changed:
+            if not self.done():
+                self._phase = phase
+                self._changed.notify_all()
+
+    def commit(self, checkpoint: Checkpoint) -> None:
+        """End as committed."""
+        self._end("committed", checkpoint, None)
+
+    def fail(self, phase: str, cause: Cause) -> None:
+        """End as failed, skipped or outcome-unknown."""
+        self._end(phase, None, cause)
+
+    def _end(self, phase: str, checkpoint: Checkpoint | None, cause: Cause | None) -> None:
+        with self._changed:
+            if self.done():
+                return
+            self._checkpoint, self._cause, self._phase = checkpoint, cause, phase
+            callbacks, self._callbacks = self._callbacks, []
+            self._changed.notify_all()
+        for function in callbacks:
+            self._call(function)
+
+    def _call(self, function: Callable[[Save], None]) -> None:
+        try:
+            function(self)
+        except Exception:
+            log.exception("a done callback of save %s raised", self.save_id)
+
+    def _wait_until(self, has_come: Callable[[], bool], timeout_s: float | None, what: str) -> None:
+        check_timeout(timeout_s)
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while not has_come():
+                left_s = None if until_s is None else until_s - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    raise TimeoutError(
+                        f"save {self.save_id} of step {self.step} is not {what} after "
+                        f"{timeout_s:g} s; it is {self._phase} and goes on"
+                    )
+                self._changed.wait(left_s)

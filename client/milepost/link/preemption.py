@@ -1,0 +1,141 @@
+"""`preempted`: whether any rank was told to go, the same answer on all ranks at the same read.
+
+Owns the count of reads and the SIGTERM handler, which is installed at the first read only: a loop
+that never asks keeps the signal's default. The handler itself only writes to a descriptor; a thread
+of its own tells the daemon. Source: signal(7), "Execution of Python signal handlers".
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final
+
+from milepost.errors import MilepostError
+from milepost.wire.messages import PreemptionNoticed, ReadsTold
+
+log = logging.getLogger("milepost")
+
+HOLD_S: Final = 15.0
+"""How long a read is held for the ranks' decision. The coordinator decides after 5 s at the latest;
+a read that hears nothing for longer answers true, since somebody was told to go."""
+
+REPEAT_S: Final = 1.0
+"""How often the daemon is told again until it answers."""
+
+
+class PreemptionFlag:
+    """The flag of one rank.
+
+    Args:
+        ensure: makes sure that the rank has its place at the daemon; may raise MilepostError.
+        send: sends a message to the daemon, once.
+    """
+
+    def __init__(
+        self,
+        ensure: Callable[[], None],
+        send: Callable[[PreemptionNoticed | ReadsTold], None],
+    ) -> None:
+        self._ensure = ensure
+        self._send = send
+        self._changed = threading.Condition()
+        """Guards the four below."""
+        self._reads = 0
+        """Those that have been answered."""
+        self._is_held = False
+        self._at_read: int | None = None
+        self._is_closed = False
+        self._wake = -1
+        self._previous: Any = None
+
+    def read(self) -> bool:
+        """Return whether this rank is to go now; counts as one read.
+
+        Installs the handler of SIGTERM at the first call, which has to come from the main thread to
+        do so; elsewhere this rank's own SIGTERM goes unnoticed, and the others' are heard.
+        """
+        if self._wake < 0:
+            self._install()
+        with self._changed:
+            if self._is_held and self._at_read is None:
+                self._changed.wait_for(lambda: self._at_read is not None, HOLD_S)
+                if self._at_read is None:
+                    self._at_read = self._reads + 1
+            self._reads += 1
+            return self._at_read is not None and self._reads >= self._at_read
+
+    def hold(self) -> None:
+        """The daemon asks: say how often it was read, and hold the next read.
+
+        A daemon that was restarted asks again, and hears the same again: a coordinator that forgot
+        what it had told some ranks comes to the same decision for the others.
+        """
+        with self._changed:
+            self._is_held = True
+            reads = self._reads if self._at_read is None else min(self._reads, self._at_read - 1)
+        self._send(ReadsTold(reads=reads))
+
+    def decide(self, at_read: int) -> None:
+        """The daemon's answer: true from this read on."""
+        with self._changed:
+            if self._at_read is None:
+                self._at_read = at_read
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Give the signal back. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._wake < 0:
+            return
+        if threading.current_thread() is threading.main_thread() and self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+        os.eventfd_write(self._wake, 1)
+
+    # --- the signal
+
+    def _install(self) -> None:
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        threading.Thread(target=self._tell, name="milepost-preemption", daemon=True).start()
+        try:
+            self._ensure()
+        except MilepostError as error:
+            log.warning("a preemption may go unheard: %s", error)
+        try:
+            self._previous = signal.signal(signal.SIGTERM, self._noticed)
+        except ValueError:
+            log.warning(
+                "preempted was first read outside the main thread: a SIGTERM to this rank is not "
+                "noticed"
+            )
+
+    def _noticed(self, number: int, frame: FrameType | None) -> None:
+        os.eventfd_write(self._wake, 1)
+        if callable(self._previous):
+            self._previous(number, frame)
+
+    def _tell(self) -> None:
+        os.eventfd_read(self._wake)
+        with self._changed:
+            if self._is_closed:
+                return
+            # Also without a daemon this rank is to go.
+            self._is_held = True
+        log.warning("told to go (SIGTERM); all ranks are asked")
+        while True:
+            try:
+                self._ensure()
+                self._send(PreemptionNoticed())
+            except MilepostError as error:
+                log.warning("the other ranks cannot be told: %s", error)
+            with self._changed:
+                if self._changed.wait_for(
+                    lambda: self._at_read is not None or self._is_closed, REPEAT_S
+                ):
+                    return

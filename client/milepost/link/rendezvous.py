@@ -1,0 +1,264 @@
+"""How the ranks of a process group find one another's daemons, without a collective.
+
+Ranks meet through the process group's own key-value store, once, when a Checkpointer is made: each
+says which node it is on, rank 0 gathers, checks and answers. A rank that does not come is an error
+that names it, not a hang. Later exchanges (which step to load) use the same store.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+import msgpack
+import msgspec
+
+from milepost.errors import (
+    CorruptCheckpoint,
+    LoadFailed,
+    MilepostError,
+    Rejected,
+    Unavailable,
+    UsageError,
+    listed,
+)
+from milepost.wire.messages import NodeRef
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+log = logging.getLogger("milepost")
+
+MEET_S: Final = 300.0
+"""How long ranks wait for one another: ranks start minutes apart on a busy cluster."""
+
+LATE_S: Final = 5.0
+"""How long a rank waits in silence; then the log names those that have not come."""
+
+ACTS: Final = {"meet": "Checkpointer()", "load": "load()", "verify": "load()"}
+"""By the first part of a topic, what the ranks have called."""
+
+
+class Store(Protocol):
+    """The part of torch.distributed.Store that is used here."""
+
+    def set(self, key: str, value: Any) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+
+
+class Introduction(msgspec.Struct, frozen=True):
+    """What each rank says of itself."""
+
+    node: NodeRef
+    root: str
+    job: str
+    torch_version: str
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """What rank 0 answers: the nodes once, each rank's index among them, the job, the attempt."""
+
+    cohort: tuple[NodeRef, ...]
+    node_of_rank: tuple[int, ...]
+    job: str
+    attempt: int
+
+
+class Group(NamedTuple):
+    """This process's place among the ranks that save together. `store` is None for a lone one."""
+
+    rank: int
+    world: int
+    store: Store | None
+
+
+_meetings: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""How many Checkpointers a process group has seen: the same on all its ranks, so that it can name
+their keys apart."""
+
+
+def join_group(process_group: dist.ProcessGroup | None) -> Group:
+    """Return this process's place in the given group, the default group, or alone.
+
+    Raises UsageError if this process is not in the group.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        if process_group is not None:
+            raise UsageError(
+                "usage", "a process_group was given, but torch.distributed is not set up"
+            )
+        return Group(0, 1, None)
+    group = dist.group.WORLD if process_group is None else process_group
+    rank = dist.get_rank(group)
+    if group is None or rank < 0:
+        raise UsageError(
+            "usage",
+            f"global rank {dist.get_rank()} is not in the given process_group",
+            "make the Checkpointer on the group's own ranks only",
+        )
+    world = dist.get_world_size(group)
+    if world == 1:
+        return Group(0, 1, None)
+    count = _meetings.get(group, 0)
+    _meetings[group] = count + 1
+    store = dist.distributed_c10d.PrefixStore(f"milepost/{count}", group.get_group_store())
+    return Group(rank, world, store)
+
+
+def _pack(value: Any) -> bytes:
+    packed: bytes = msgpack.packb(msgspec.to_builtins(value))
+    return packed
+
+
+def gather(group: Group, topic: str, value: bytes, timeout_s: float) -> list[bytes]:
+    """Let rank 0 hear every rank. Returns all values in rank order on rank 0, [] elsewhere.
+
+    Raises Unavailable("rank-missing") on rank 0, naming the ranks that said nothing in time.
+    """
+    if group.store is None:
+        return [value]
+    group.store.set(f"{topic}/{group.rank}", value)
+    if group.rank != 0:
+        return []
+    store = group.store
+    until_s = time.monotonic() + timeout_s
+    wait_s = min(LATE_S, timeout_s)
+    missing = list(range(group.world))
+    while True:
+        # Those that come within the pause of one who does not have come: none is told for nothing.
+        pause_until_s = time.monotonic() + wait_s
+        missing = [
+            rank
+            for rank in missing
+            if not _has_come(store, f"{topic}/{rank}", max(0.001, pause_until_s - time.monotonic()))
+        ]
+        left_s = until_s - time.monotonic()
+        if not missing or left_s <= 0:
+            break
+        _warn_of_missing(topic, missing, group.world, timeout_s)
+        wait_s = min(4 * LATE_S, left_s)
+    if missing:
+        raise Unavailable(
+            "rank-missing",
+            f"{len(missing)} of {group.world} ranks did not come within {timeout_s:g} s: "
+            + listed(missing),
+            "every rank of the group has to make its Checkpointer, and to call load(), too",
+        )
+    return [store.get(f"{topic}/{rank}") for rank in range(group.world)]
+
+
+def _warn_of_missing(topic: str, missing: Sequence[int], world: int, timeout_s: float) -> None:
+    act = ACTS.get(topic.partition("/")[0], topic)
+    log.warning(
+        "waiting in %s for %d of %d ranks, up to %g s: %s; every rank of the group has to call it",
+        act, len(missing), world, timeout_s, listed(missing),
+    )  # fmt: skip
+
+
+def tell_all(group: Group, topic: str, make: Callable[[], bytes], timeout_s: float) -> bytes:
+    """Let rank 0 make a value and give it to every rank; an error of `make` is raised on all of
+    them.
+
+    Raises Unavailable("rank-missing") on the others if rank 0 says nothing in time.
+    """
+    if group.store is None:
+        return make()
+    key = f"{topic}/answer"
+    if group.rank == 0:
+        try:
+            answer = make()
+        except MilepostError as error:
+            told = {"kind": type(error).__name__, "code": error.code, "message": error.message,
+                    "hint": error.hint}  # fmt: skip
+            group.store.set(key, b"!" + _pack(told))
+            raise
+        except BaseException as error:
+            told = {"kind": "", "code": "internal", "message": f"rank 0: {error!r}", "hint": ""}
+            group.store.set(key, b"!" + _pack(told))
+            raise
+        group.store.set(key, b"=" + answer)
+        return answer
+    first_s = min(LATE_S, timeout_s)
+    if not _has_come(group.store, key, first_s):
+        _warn_of_missing(topic, [0], group.world, timeout_s)
+        if not _has_come(group.store, key, max(0.001, timeout_s - first_s)):
+            raise Unavailable("rank-missing", f"rank 0 did not answer within {timeout_s:g} s")
+    answer = group.store.get(key)
+    if answer[:1] == b"=":
+        return answer[1:]
+    told = msgpack.unpackb(answer[1:])
+    kinds: dict[str, type[MilepostError]] = {
+        "CorruptCheckpoint": CorruptCheckpoint,
+        "LoadFailed": LoadFailed,
+        "UsageError": UsageError, "Rejected": Rejected, "Unavailable": Unavailable,
+    }  # fmt: skip
+    raise kinds.get(told["kind"], MilepostError)(told["code"], told["message"], told["hint"])
+
+
+def _has_come(store: Store, key: str, timeout_s: float) -> bool:
+    try:
+        store.wait([key], timedelta(seconds=timeout_s))
+    except (
+        RuntimeError,
+        ValueError,
+    ):  # torch raises DistStoreError, a RuntimeError, at the timeout
+        return store.check([key])
+    return True
+
+
+def meet(
+    group: Group,
+    me: Introduction,
+    claim: Callable[[], tuple[str, int]],
+    timeout_s: float = MEET_S,
+) -> Meeting:
+    """Introduce this rank, and learn where the others are.
+
+    Args:
+        group: from `join_group`.
+        me: this rank's node, root, job and torch version.
+        claim: takes the next attempt number of the root, and returns it after the job's name on the
+            wire; called on rank 0 only.
+        timeout_s: how long to wait for the others.
+
+    Raises:
+        UsageError: ranks disagree about root, job or torch version; names both.
+        Unavailable: "rank-missing", naming the ranks.
+    """
+
+    def answer() -> bytes:
+        said = [
+            msgspec.convert(msgpack.unpackb(data), Introduction)
+            for data in gather(group, "meet", _pack(me), timeout_s)
+        ]
+        _check_agreement(said)
+        cohort: dict[NodeRef, int] = {}
+        node_of_rank = tuple(cohort.setdefault(entry.node, len(cohort)) for entry in said)
+        return _pack(Meeting(tuple(cohort), node_of_rank, *claim()))
+
+    if group.rank != 0:
+        gather(group, "meet", _pack(me), timeout_s)
+    # Rank 0 may wait the whole time for a late rank before it answers.
+    told = tell_all(group, "meet", answer, timeout_s + 30)
+    return msgspec.convert(msgpack.unpackb(told), Meeting)
+
+
+def _check_agreement(said: Sequence[Introduction]) -> None:
+    first = said[0]
+    for rank, other in enumerate(said):
+        for field in ("root", "job", "torch_version"):
+            if getattr(other, field) != getattr(first, field):
+                raise UsageError(
+                    "usage",
+                    f"rank {rank} has {field} {getattr(other, field)!r}, rank 0 has "
+                    f"{getattr(first, field)!r}",
+                    "every rank must give the same root and job, and run the same torch",
+                )

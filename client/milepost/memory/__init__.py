@@ -1,0 +1,1 @@
+"""Shared memory: the arenas that trainer and daemon both map. Never imports torch."""

@@ -1,0 +1,1 @@
+"""From a checkpoint back to a state: which one, whether it is whole, and loading it."""

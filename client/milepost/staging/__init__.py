@@ -1,0 +1,4 @@
+"""Copying a state into an image, before `save()` returns or behind the next step.
+
+Knows nothing of daemons or files.
+"""

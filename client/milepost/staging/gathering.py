@@ -1,0 +1,199 @@
+"""Few transfers from a device for many small tensors: they are gathered there first.
+
+A transfer costs about 10 us whatever its length, so thousands of small tensors would leave the bus
+idle most of the time. A twin of a stretch of the image is kept on the device, with the containers'
+bytes in it: the tensors are copied into the twin by one kernel, and the twin goes into the image as
+one piece. Owns which tensors lie side by side, and the twins. It must not know of streams, saves or
+slots: what it says to copy, the caller copies, in the order in which it is said.
+
+Sources: the CUDA C++ best practices guide, "Data Transfer Between Host and Device";
+torch/_foreach (2.13).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from milepost.format.layout import SMALL_ALIGN_BYTES, align
+
+if TYPE_CHECKING:
+    from milepost.wire.offers import Box
+
+log = logging.getLogger(__name__)
+
+GATHERED_BYTES_MAX: Final = 256 << 10
+"""Larger tensors go alone: at 25 GB/s their bytes take as long as what a transfer costs."""
+
+STRETCH_TENSORS_MIN: Final = 4
+"""Fewer neighbours are not worth a second copy on the device."""
+
+CHUNK_TENSORS: Final = 1024
+"""What one call copies at most: making its arguments holds the GIL, the call does not."""
+
+TWINS_BYTES_MAX: Final = 256 << 20
+"""Device memory that all twins of one layout may take; what does not fit goes alone."""
+
+GATHERED_ON: Final = frozenset({"cuda"})
+"""Kinds of device on which it is worth it."""
+
+Copies: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Into what, and out of what; for one `torch._foreach_copy_`."""
+
+
+class LayoutColumns(Protocol):
+    """Where the tensors of a layout lie in an image, as `staging` has it."""
+
+    @property
+    def items(self) -> tuple[int, ...]: ...
+    @property
+    def dtypes(self) -> tuple[torch.dtype | None, ...]: ...
+    @property
+    def sizes(self) -> tuple[Box, ...]: ...
+    @property
+    def payloads_at(self) -> tuple[int, ...]: ...
+
+
+def views(
+    base: torch.Tensor,
+    dtypes: Sequence[torch.dtype | None],
+    sizes: Sequence[Box],
+    offsets: Sequence[int],
+) -> list[torch.Tensor | None]:
+    """Return contiguous tensors over some bytes; None for those without elements.
+
+    Args:
+        base: uint8, one dimension, aligned to 64 bytes, its length a multiple of every item's.
+        dtypes, sizes: of each tensor.
+        offsets: where each begins, in bytes from the start of `base`; a multiple of 64.
+    """
+    # Views made in inference mode could not be written to outside of it.
+    with torch.inference_mode(mode=False):
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        made: list[torch.Tensor | None] = []
+        for dtype, size, at in zip(dtypes, sizes, offsets, strict=True):
+            assert dtype is not None
+            if 0 in size:
+                made.append(None)
+                continue
+            whole = typed.get(dtype)
+            if whole is None:
+                whole = typed[dtype] = base.view(dtype)
+            strides, step = [0] * len(size), 1
+            for dim in range(len(size) - 1, -1, -1):
+                strides[dim] = step
+                step *= size[dim]
+            made.append(whole.as_strided(size, strides, at // dtype.itemsize))
+        return made
+
+
+class _Stretch(NamedTuple):
+    """Tensors that lie side by side in the image."""
+
+    low: int
+    high: int
+    """Which of the tensors that were asked for."""
+    start: int
+    end: int
+    """Bytes of the image, from the first payload to the end of the last."""
+
+
+class Gathering:
+    """How some tensors of a layout, all on one device, get from there into an image.
+
+    Holds device memory, at most `TWINS_BYTES_MAX`, and no tensor of the state. Two copies into
+    images must not run at the same time, since they share the twins.
+
+    Args:
+        layout: of the image.
+        positions: the tensors, by position in the layout, ascending; none is without bytes.
+        image: a slot's bytes, in which the containers are in place already.
+        device: where the tensors are.
+    """
+
+    def __init__(
+        self,
+        layout: LayoutColumns,
+        positions: Sequence[int],
+        image: torch.Tensor,
+        device: torch.device,
+    ) -> None:
+        self.alone: list[int] = []
+        """Those that are not gathered, as indices into `positions`."""
+        self._twins: list[tuple[_Stretch, torch.Tensor, list[torch.Tensor]]] = []
+        room = TWINS_BYTES_MAX
+        for stretch in _stretches(layout, positions):
+            nbytes = stretch.end - stretch.start
+            is_worth_it = stretch.high - stretch.low >= STRETCH_TENSORS_MIN and nbytes <= room
+            twin = _twin(image, stretch, device) if is_worth_it else None
+            if twin is None:
+                self.alone += range(stretch.low, stretch.high)
+                continue
+            room -= nbytes
+            chosen = positions[stretch.low : stretch.high]
+            made = views(
+                twin,
+                [layout.dtypes[position] for position in chosen],
+                [layout.sizes[position] for position in chosen],
+                [layout.payloads_at[position] - stretch.start for position in chosen],
+            )
+            self._twins.append((stretch, twin, [view for view in made if view is not None]))
+
+    def gathered(self, image: torch.Tensor, sources: Sequence[torch.Tensor]) -> Iterator[Copies]:
+        """Yield the copies for all that is not `alone`, in an order that has to be kept.
+
+        Args:
+            image: the bytes of the slot to fill.
+            sources: the tensors, in the order of `positions`.
+        """
+        for stretch, twin, into in self._twins:
+            yield into, list(sources[stretch.low : stretch.high])
+            start, end = stretch.start, stretch.end
+            yield [image[start:end]], [twin[: end - start]]
+
+    def rest(self, into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -> Copies:
+        """Return the copies for what is `alone`, of those for all, in the order of `positions`."""
+        return [into[index] for index in self.alone], [out_of[index] for index in self.alone]
+
+
+def _stretches(layout: LayoutColumns, positions: Sequence[int]) -> Iterator[_Stretch]:
+    """Cut the tensors into stretches; what is too large, or has no neighbour, is one by itself."""
+    lengths = [
+        math.prod(size) * (0 if dtype is None else dtype.itemsize)
+        for size, dtype in zip(layout.sizes, layout.dtypes, strict=True)
+    ]
+    ordinals, seen = [], 0
+    for length in lengths:
+        # What has no bytes stands in nobody's way.
+        ordinals.append(seen)
+        seen += length > 0
+    low = 0
+    for index in range(1, len(positions) + 1):
+        if index < len(positions):
+            before, here = positions[index - 1], positions[index]
+            is_next = ordinals[here] == ordinals[before] + 1
+            is_small = max(lengths[before], lengths[here]) <= GATHERED_BYTES_MAX
+            if is_next and is_small and index - low < CHUNK_TENSORS:
+                continue
+        first, last = positions[low], positions[index - 1]
+        start, end = layout.payloads_at[first], layout.payloads_at[last] + lengths[last]
+        yield _Stretch(low, index, start, end)
+        low = index
+
+
+def _twin(image: torch.Tensor, stretch: _Stretch, device: torch.device) -> torch.Tensor | None:
+    """Return the stretch as it is in the image, in the device's memory; None if that is full."""
+    nbytes = stretch.end - stretch.start
+    try:
+        with torch.inference_mode(mode=False):
+            twin = torch.empty(align(nbytes, SMALL_ALIGN_BYTES), dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        log.warning("no device memory is left to gather %d bytes of small tensors in", nbytes)
+        return None
+    with torch.no_grad():
+        twin[:nbytes].copy_(image[stretch.start : stretch.end])
+    return twin

@@ -1,0 +1,191 @@
+"""A rank's slots: which saves hold one, waiting until one is free, and starting over.
+
+Owns the stager, and knows nothing of daemons or states: what a save is called and whether it is
+over comes from the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from milepost.concurrency.waiting import wait_telling
+from milepost.errors import MilepostError, Rejected, SaveFailed
+
+if TYPE_CHECKING:
+    from milepost.memory.arena import Slot
+    from milepost.staging.stager import Stager
+    from milepost.state.items import Items
+
+ROOM_S: Final = 1.0
+"""How long a lack of shared memory is borne: ranks replace their images within milliseconds of each
+other, and one may have to wait for what another gives up."""
+
+
+class Slots:
+    """The slots of one attempt's rank.
+
+    Args:
+        stager: makes and fills the images; this object's from now on.
+        changed: guards who holds what, and is notified when that changes; also whenever the
+            `is_over` of a waiting call may have changed.
+        count: how many saves may hold a slot at once.
+        timeout_s: how long a call waits.
+        who: the waiting rank, for the log.
+
+    Threads: `hold` and `free` are for any thread, the rest for one at a time.
+    """
+
+    def __init__(
+        self,
+        stager: Stager,
+        changed: threading.Condition,
+        *,
+        count: int,
+        timeout_s: float,
+        who: object,
+    ) -> None:
+        self.stager = stager
+        self.count = count
+        self._changed = changed
+        self._timeout_s = timeout_s
+        self._who = who
+        self._held: dict[str, Slot] = {}
+        self._is_lost = False
+        self._is_doubtful = False
+
+    # --- who holds what
+
+    def hold(self, save_id: str, slot: Slot) -> None:
+        """Note that the daemon may read the slot until it says that it does not."""
+        with self._changed:
+            self._held[save_id] = slot
+
+    def free(self, save_id: str) -> None:
+        """Give the save's slot back, if it holds one."""
+        with self._changed:
+            slot = self._held.pop(save_id, None)
+            if slot is not None:
+                slot.release()
+            self._changed.notify_all()
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The saves that hold a slot."""
+        with self._changed:
+            return tuple(self._held)
+
+    # --- waiting
+
+    def await_one(self, is_over: Callable[[], bool], busy: str) -> bool:
+        """Wait until fewer saves than slots hold one; return False if `is_over` came first.
+
+        `busy` says what holds them. Raises Rejected("busy").
+        """
+        has_room = self._wait(
+            lambda: len(self._held) < self.count or is_over(), f"a free slot: {busy}"
+        )
+        if is_over():
+            return False
+        if not has_room:
+            raise Rejected(
+                "busy",
+                f"no slot became free within {self._timeout_s:g} s: storage is slower than saves "
+                "come",
+                "save less often, or see `milepost status`",
+            )
+        return True
+
+    def lay_out(
+        self,
+        items: Items,
+        assigned: Sequence[int],
+        layout_id: str,
+        objects: Mapping[int, bytes] | None,
+        *,
+        is_over: Callable[[], bool],
+        may_wait: bool,
+    ) -> None:
+        """Put a layout in force; return without it once `is_over`.
+
+        Images of another structure that are still being written may be all that is in the way: then
+        it waits for these, if it may. Other ranks of the node may be about to give theirs up: that
+        is waited for as long as `ROOM_S`. Raises Rejected("shm-too-small"),
+        UsageError("unpicklable").
+        """
+        until_s = time.monotonic() + ROOM_S
+        while not is_over():
+            try:
+                self.stager.lay_out(items, assigned, layout_id, objects=objects)
+                return
+            except Rejected as error:
+                if error.code != "shm-too-small":
+                    raise
+                if may_wait and self.held:
+                    may_wait = False
+                    self._wait(
+                        lambda: not self._held or is_over(),
+                        f"earlier images to be written: {error.message}",
+                    )
+                    until_s = time.monotonic() + ROOM_S
+                elif time.monotonic() > until_s:
+                    raise
+                else:
+                    time.sleep(ROOM_S / 20)
+
+    def take(self) -> Slot:
+        """Return a free slot of the layout in force; `await_one` has made sure of one."""
+        free = self.stager.free_slots()
+        if not free:
+            raise SaveFailed("internal", "no slot of the arena is free, and no save holds one")
+        return free[0]
+
+    def _wait(self, is_so: Callable[[], bool], what: str) -> bool:
+        with self._changed:
+            return wait_telling(
+                self._changed, is_so, self._timeout_s, f"{self._who} waits for {what}"
+            )
+
+    # --- starting over
+
+    def lose(self) -> None:
+        """Note that somebody took the arena's file away: the next save gets a new one."""
+        self._is_lost = True
+
+    @contextlib.contextmanager
+    def at_work(self, is_over: Callable[[], bool]) -> Iterator[Stager]:
+        """Give the stager to a save, after what the last one may have left was mended.
+
+        An exception that is none of ours (a signal handler's, say) may have gone through anywhere
+        and left anything half done: then the next save starts over. Raises Rejected("busy").
+        """
+        self._mend(is_over)
+        self._is_doubtful = True
+        try:
+            yield self.stager
+        except MilepostError as error:
+            # A refused call within this one came from a signal handler, that is from anywhere.
+            self._is_doubtful = error.code == "nested-call"
+            raise
+        self._is_doubtful = False
+
+    def _mend(self, is_over: Callable[[], bool]) -> None:
+        if self._is_doubtful:
+            # What the daemon still reads must stay; what nobody knows of any more must go.
+            self._wait(lambda: not self._held or is_over(), "earlier images to be written")
+            if self.held:
+                raise Rejected("busy", f"earlier images are still read after {self._timeout_s:g} s")
+            self.stager.abandon()
+            self._is_lost = False
+        if self._is_lost:
+            self._is_lost = False
+            self.stager.renew()
+
+    def close(self, *, unlink: bool) -> None:
+        """Let go of all images; `unlink=False`: but not of their files (see `Stager.close`)."""
+        if unlink and self._is_doubtful:
+            self.stager.abandon()
+        self.stager.close(unlink=unlink)

@@ -1,0 +1,130 @@
+"""What one save has to write, as far as this rank offers it: read from the state, by milepost's own
+reading or through a SavePlanner of the user's.
+
+Knows states and planners; nothing of daemons, arenas or slots. One thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from milepost.state.flattening import call_stateful, flatten, with_per_rank
+from milepost.state.items import Fingerprints, Items, collect, make_offer, serialise_objects
+from milepost.state.planners import (
+    FinalPlan,
+    PlannerExchange,
+    Resolved,
+    is_default,
+    make_final_offer,
+    resolve,
+    wants_lowest_rank,
+)
+from milepost.state.watching import watching_steps
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+    from torch.distributed.checkpoint.planner import SavePlanner
+
+    from milepost.link.rendezvous import Group
+    from milepost.wire.offers import Offer
+
+
+class Content(NamedTuple):
+    """What one save has to write."""
+
+    items: Items
+    structure: str
+    """Its fingerprint."""
+    objects: dict[int, bytes] | None
+    """Objects that are serialised already: all of them, where a SavePlanner made them."""
+    final: FinalPlan | None
+    """What a SavePlanner of the user's has decided."""
+
+
+class ContentReader:
+    """Reads the states of one rank.
+
+    Args:
+        planner: the user's, or None.
+        group: this rank's place among the others, which a planner of the user's plans with.
+        timeout_s: how long these are waited for.
+    """
+
+    def __init__(self, planner: SavePlanner | None, group: Group, timeout_s: float) -> None:
+        self._planner = planner
+        self._place = (group.world, group.rank)
+        self._has_read = False
+        self._fingerprints = Fingerprints()
+        self._exchange: PlannerExchange | None = None
+        if planner is not None and not is_default(planner):
+            self._exchange = PlannerExchange(
+                planner,
+                rank=group.rank,
+                world=group.world,
+                store=cast("Store | None", group.store),
+                timeout_s=timeout_s,
+            )
+
+    def read(
+        self,
+        save_id: str,
+        state: Mapping[str, Any],
+        per_rank: Mapping[str, Any] | None,
+        ensure: Callable[[], None],
+    ) -> Content:
+        """List what the state holds.
+
+        Args:
+            save_id: of the save this is for.
+            state, per_rank: as for `Checkpointer.save`.
+            ensure: gives the rank its place at the daemon; called first, since a refusal of what
+                is read has to reach the other ranks.
+
+        Raises UsageError for what cannot be saved, SaveFailed if planning with the others failed,
+        and what `ensure` and the state's own `state_dict()` raise.
+        """
+        # Once: a hook that comes and goes may have compiled steps compiled again.
+        watch = contextlib.nullcontext() if self._has_read else watching_steps()
+        self._has_read = True
+        _, rank = self._place
+        if self._exchange is None:
+            ensure()
+            with watch:
+                flat, paths = flatten(with_per_rank(state, per_rank, rank))
+            items = collect(flat, paths)
+            return Content(items, self._fingerprints.take(items, self._place), None, None)
+        assert self._planner is not None
+        try:
+            ensure()
+            with watch:
+                nested = call_stateful(with_per_rank(state, per_rank, rank))
+        except Exception as error:
+            # The others are on their way to plan together, and must not wait for this rank.
+            self._exchange.refuse(save_id, f"before it could plan, raised {error!r}")
+            raise
+        final = self._exchange.plan(nested, save_id)
+        resolved = resolve(final.plan, self._planner)
+        structure = self._fingerprints.take(resolved.items, (*self._place, final.plan_id))
+        return Content(resolved.items, structure, resolved.objects, final)
+
+    def offer(self, content: Content, *, is_still: bool = True) -> tuple[Offer, dict[int, bytes]]:
+        """Return what the planner is told, and all objects serialised. Raises UsageError
+        ("unpicklable").
+
+        is_still: nothing changes the state meanwhile on any rank, so that replicas that differ do
+        so for good, and are found.
+        """
+        if content.final is not None:
+            objects = content.objects or {}
+            return make_final_offer(content.final, Resolved(content.items, objects)), objects
+        objects = serialise_objects(content.items)
+        world, _ = self._place
+        offer = make_offer(
+            content.items,
+            objects,
+            with_digests=world > 1 and is_still,
+            to_lowest_rank=wants_lowest_rank(self._planner),
+        )
+        return offer, objects

@@ -1,0 +1,209 @@
+"""Who uses a root: the job that saves to it, and those who are reading a checkpoint.
+
+Small files below `<root>/.milepost-run/`, kept alive by being touched: `owner`, one, by the trainer
+of rank 0 of the job that saves; `reading-<name>-<random>`, one a reader, so that retention leaves
+the checkpoint alone meanwhile. Both expire when their keeper is gone. Ages are measured by the file
+system's own clock, since hosts' clocks differ. Nothing here has to be durable. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgpack
+import msgspec
+import psutil
+
+from milepost.errors import Rejected, UsageError
+from milepost.format.manifest import MANIFEST_NAME
+from milepost.storage.retention import doomed
+from milepost.storage.root import CheckpointEntry, Root
+from milepost.wire.messages import Keep
+
+BEAT_S: Final = 10.0
+"""How often a claim is touched."""
+
+EXPIRY_S: Final = 45.0
+"""Age at which a claim counts for nothing: several beats, since a file system may stall for some
+seconds and a trainer may hold its interpreter for as long."""
+
+OWNER_NAME: Final = "owner"
+_READING: Final = re.compile(r"reading-(.+)-[0-9a-f]{16}")
+
+
+class _Owner(msgspec.Struct, frozen=True):
+    """Content of the owner file."""
+
+    job: str
+    host: str
+    pid: int
+    pid_created_s: float
+
+
+def _age_s(folder: Path, path: Path) -> float:
+    """How long ago a file was touched. Raises FileNotFoundError if it is gone."""
+    probe = folder / f".tmp-{secrets.token_hex(8)}"
+    probe.touch()
+    try:
+        return probe.stat().st_mtime - path.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+class _Beat:
+    """Touches a file until it is closed; makes it anew only if `comes_back`."""
+
+    def __init__(self, path: Path, *, comes_back: bool = False) -> None:
+        self._path = path
+        self._comes_back = comes_back
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="milepost-claim", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._end.wait(BEAT_S):
+            # A file that was taken away or a file system that hiccups: the claim may expire.
+            with contextlib.suppress(OSError):
+                if self._comes_back:
+                    self._path.touch()
+                else:
+                    os.utime(self._path)
+
+    def close(self) -> None:
+        self._end.set()
+
+
+class Ownership:
+    """A job's claim on a root, held by this process until `close`."""
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        self._path = path
+        self._content = content
+        self._beat = _Beat(path)
+
+    @classmethod
+    def take(cls, root: Root, job: str) -> Ownership:
+        """Claim the root for a job. A job of the same name takes over: that is a restart.
+
+        Raises Rejected("root-locked"), naming the other job, host and pid, while that is alive.
+        """
+        folder = root.run_path
+        path = folder / OWNER_NAME
+        other = find_other(root, job)
+        if other:
+            raise Rejected(
+                "root-locked",
+                other,
+                f"choose another root, or end that job; a job that is dead is forgotten after "
+                f"{EXPIRY_S:g} s",
+            )
+        me = psutil.Process()
+        content: bytes = msgpack.packb(
+            msgspec.to_builtins(_Owner(job, socket.gethostname(), me.pid, me.create_time()))
+        )
+        draft = folder / f".tmp-{secrets.token_hex(8)}"
+        draft.write_bytes(content)
+        draft.rename(path)
+        return cls(path, content)
+
+    def close(self) -> None:
+        """Give the root free, unless another has taken over. Idempotent."""
+        self._beat.close()
+        with contextlib.suppress(OSError):
+            if self._path.read_bytes() == self._content:
+                self._path.unlink()
+
+
+def find_other(root: Root, job: str) -> str:
+    """Say which other living job has claimed the root; empty if none has."""
+    folder = root.run_path
+    path = folder / OWNER_NAME
+    with contextlib.suppress(FileNotFoundError):
+        other = _read_owner(path)
+        if other is not None and other.job != job and _is_alive(other, folder, path):
+            return f"{root.path} is in use by job {other.job} (pid {other.pid} on {other.host})"
+    return ""
+
+
+def _read_owner(path: Path) -> _Owner | None:
+    """Read the owner; None if the file is damaged. Raises FileNotFoundError."""
+    try:
+        return msgspec.convert(msgpack.unpackb(path.read_bytes()), _Owner)
+    except (ValueError, msgspec.ValidationError):
+        return None
+
+
+def _is_alive(owner: _Owner, folder: Path, path: Path) -> bool:
+    if owner.host == socket.gethostname():
+        try:
+            return abs(psutil.Process(owner.pid).create_time() - owner.pid_created_s) < 1.0
+        except psutil.Error:
+            return False
+    return _age_s(folder, path) < EXPIRY_S
+
+
+@contextlib.contextmanager
+def reading(root: Root, name: str) -> Iterator[None]:
+    """Keep retention from removing a checkpoint while this block runs.
+
+    A root that cannot be written to is read without a lease: who may not write there does not share
+    it with a daemon that removes.
+    """
+    path = root.run_path / f"reading-{name}-{secrets.token_hex(8)}"
+    try:
+        path.touch(exist_ok=False)
+    except OSError:
+        yield
+        return
+    # A reader that was held up for longer than leases last is still reading.
+    beat = _Beat(path, comes_back=True)
+    try:
+        yield
+    finally:
+        beat.close()
+        path.unlink(missing_ok=True)
+
+
+def being_read(root: Root) -> frozenset[str]:
+    """Return the names of checkpoints with a live lease; expired leases are removed."""
+    folder = root.run_path
+    found: set[str] = set()
+    for path in folder.glob("reading-*"):
+        match = _READING.fullmatch(path.name)
+        with contextlib.suppress(FileNotFoundError):
+            if match is None or _age_s(folder, path) >= EXPIRY_S:
+                path.unlink(missing_ok=True)
+            else:
+                found.add(match[1])
+    return frozenset(found)
+
+
+def check_ours(path: Path) -> None:
+    """Raise UsageError("already-committed") for a directory that milepost did not write."""
+    if path.exists() and not (path / MANIFEST_NAME).exists():
+        raise UsageError(
+            "already-committed",
+            f"{path} exists and was not written by milepost",
+            "save under another name, or make the Checkpointer with overwrite=True",
+        )
+
+
+def removable(root: Root, entries: Sequence[CheckpointEntry], keep: Keep) -> list[str]:
+    """Return which of the root's checkpoints may be removed now, oldest first: those that no rule
+    keeps, but what is being read goes later, and so does what `latest` still names.
+    """
+    names = doomed(
+        [(entry.name, entry.step, entry.order) for entry in entries],
+        keep,
+        foreign={entry.name for entry in entries if not entry.save_id},
+    )
+    held = {*being_read(root), root.latest_target()}
+    return [name for name in names if name not in held]

@@ -1,0 +1,16 @@
+"""From the cause that a message carries to the error that a trainer sees."""
+
+from __future__ import annotations
+
+from milepost.errors import MilepostError
+from milepost.wire.messages import Cause
+
+
+def error_of(cause: Cause, kind: type[MilepostError]) -> MilepostError:
+    """Return the cause as an exception, with where it happened in its text."""
+    where = [f"node {cause.node}"] if cause.node else []
+    where += [f"rank {cause.rank}"] if cause.rank >= 0 else []
+    text = f"{cause.message} ({', '.join(where)})" if where else cause.message
+    if where and cause.message.endswith(text[len(cause.message) :]):
+        text = cause.message  # It has come from there as an error before, and says so already.
+    return kind(cause.code, text, cause.hint)

@@ -1,0 +1,237 @@
+"""Writes one rank's staged image to its data file: checksums in place, then direct I/O from shared
+memory.
+
+Runs in threads; knows the arena, the layout table and the storage functions, nothing of sessions or
+messages. The daemon puts the CRCs into the image, not the trainer, so that training pays for one
+copy only. The GIL is free while much is read and written. What a client wrote into the arena is
+checked before it is used.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from isal import isal_zlib
+
+from milepost.errors import StorageError
+from milepost.format.layout import PAGE_BYTES, align
+from milepost.format.manifest import FRAGMENT_PREFIX, Fragment, FragmentFile, encode
+from milepost.memory.arena import Arena, SlotRecord
+from milepost.storage.root import Root, check_name
+from milepost.wire.messages import SaveRef
+from milepostd.executors.sealing import Containers, Sealing, invalid
+from milepostd.executors.throttle import Pace
+
+
+class OpenArenas:
+    """The arenas this daemon has mapped, kept from save to save: mapping anew costs 0.1 s of CPU
+    per GiB.
+
+    Thread-safe. An arena whose file is gone or was replaced is let go at the next `get`; `forget`
+    does it at once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, tuple[tuple[int, int], Arena]] = {}
+        self._containers: WeakKeyDictionary[Arena, Containers] = WeakKeyDictionary()
+
+    def get(self, path: str) -> Arena:
+        """Return the arena at `path`; do not close it. Raises Rejected("arena-invalid")."""
+        with self._lock:
+            for other, (identity, _) in list(self._open.items()):
+                if _identity(other) != identity:
+                    self._close(other)
+            if path not in self._open:
+                identity = _identity(path)
+                self._open[path] = (identity, Arena.open(Path(path)))
+            return self._open[path][1]
+
+    def containers(self, arena: Arena) -> Containers:
+        """Return what its images hold. Raises Rejected("arena-invalid")."""
+        with self._lock:
+            found = self._containers.get(arena)
+            if found is None:
+                found = self._containers[arena] = Containers(arena)
+            return found
+
+    def forget(self, path: str) -> None:
+        """Unmap the arena; one that is being written from is unmapped after that."""
+        with self._lock:
+            self._close(path)
+
+    def close(self) -> None:
+        """Unmap all."""
+        with self._lock:
+            for path in list(self._open):
+                self._close(path)
+
+    def _close(self, path: str) -> None:
+        _, arena = self._open.pop(path, (None, None))
+        if arena is not None:
+            arena.close()
+
+
+def _identity(path: str) -> tuple[int, int]:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return (0, 0)
+    return (status.st_dev, status.st_ino)
+
+
+def write_rank(
+    root: Root,
+    save: SaveRef,
+    arena_path: str,
+    slot: int,
+    layout_id: str,
+    on_bytes: Callable[[int], None],
+    arenas: OpenArenas | None = None,
+    pace: Pace | None = None,
+) -> FragmentFile:
+    """Write what a rank staged into the save's directory, and return what the manifest has to know
+    of it.
+
+    The file is synced when this returns, its name with the fragment (`write_fragment`). Each call
+    makes a new file; what an earlier, broken call left stays beside it until the save is published
+    or given up.
+
+    Args:
+        on_bytes: called from this thread with the number of bytes after each block; what it raises
+            ends the write.
+        arenas: where mappings are kept; without it the arena is mapped for this call.
+        pace: when each block may be written; without it as fast as the device takes it.
+
+    Raises:
+        Rejected: "arena-invalid" if the slot does not hold this save under this layout, or changed
+            meanwhile.
+        StorageError: the write failed; no file of this call remains.
+        SaveFailed, Rejected: "aborted", "already-committed": the save has ended; "timeout": it
+            cannot be written in time at this pace.
+    """
+    pace = pace or Pace()
+    pace.check()
+    arena = Arena.open(Path(arena_path)) if arenas is None else arenas.get(arena_path)
+    try:
+        containers = Containers(arena) if arenas is None else arenas.containers(arena)
+        return _write(root, save, arena, containers, slot, layout_id, on_bytes, pace)
+    finally:
+        if arenas is None:
+            arena.close()
+
+
+def _write(
+    root: Root,
+    save: SaveRef,
+    arena: Arena,
+    containers: Containers,
+    slot: int,
+    layout_id: str,
+    on_bytes: Callable[[int], None],
+    pace: Pace,
+) -> FragmentFile:
+    if not 0 <= slot < len(arena.slots):
+        raise invalid(arena, f"no slot {slot}")
+    staged = arena.slots[slot]
+    record = staged.record()
+    _check(arena, record, save, layout_id)
+    if containers.end > record.image_bytes:
+        raise invalid(arena, f"layout names bytes outside the {record.image_bytes} staged")
+    if not record.image_bytes:
+        return FragmentFile(
+            rank=record.rank, layout_id=layout_id, file="", file_bytes=0, crcs=(), objects=()
+        )
+    file_bytes = align(record.image_bytes, PAGE_BYTES)
+    with staged.image[:file_bytes] as image:
+        objects = tuple(
+            (item, offset, length, isal_zlib.crc32(image[offset : offset + length]))
+            for item, offset, length in record.objects
+        )
+        # What an earlier, longer image left in the last page is not this checkpoint's.
+        image[record.image_bytes :] = bytes(file_bytes - record.image_bytes)
+        root.check_shared(save.job)
+        directory = root.open_save(save)
+        with Sealing(containers, image) as sealing:
+
+            def before_block(count: int, left: int) -> None:
+                pace.await_turn(count, left)
+                sealing.await_sealed(file_bytes - left + count)
+
+            name = _write_new(
+                root, directory, record.rank, image, on_bytes, before_block, pace.block_bytes
+            )
+            crcs = sealing.crcs()
+    if staged.record() != record:
+        raise invalid(arena, f"slot {slot} was staged anew while it was written")
+    return FragmentFile(
+        rank=record.rank,
+        layout_id=layout_id,
+        file=name,
+        file_bytes=file_bytes,
+        crcs=crcs,
+        objects=objects,
+    )
+
+
+def write_fragment(root: Root, save: SaveRef, node_id: str, files: Sequence[FragmentFile]) -> str:
+    """Write this node's manifest fragment, durably with all names in the save's directory; return
+    its file name.
+
+    A node whose ranks had nothing to write makes the directory, too. Raises as `write_rank` does.
+    """
+    root.check_shared(save.job)
+    name = FRAGMENT_PREFIX + check_name(node_id)
+    fragment = Fragment(node_id=node_id, save_id=save.save_id, files=tuple(files))
+    root.write_file(root.open_save(save) / name, encode(fragment))
+    return name
+
+
+def _check(arena: Arena, record: SlotRecord, save: SaveRef, layout_id: str) -> None:
+    found = (record.job, record.save_id, record.step, record.name, record.layout_id)
+    if found != (save.job, save.save_id, save.step, save.name, layout_id):
+        raise invalid(
+            arena,
+            f"holds save {record.save_id} of step {record.step} under layout {record.layout_id},"
+            f" not save {save.save_id} of step {save.step} under {layout_id}",
+        )
+    if arena.layout_id != layout_id:
+        raise invalid(arena, f"was made for layout {arena.layout_id}, not {layout_id}")
+
+
+def _write_new(
+    root: Root,
+    directory: Path,
+    rank: int,
+    image: memoryview,
+    on_bytes: Callable[[int], None],
+    before_block: Callable[[int, int], None],
+    block_bytes: int,
+) -> str:
+    """Write the image under the rank's first name that is not taken, and return the name.
+
+    Taken is what an earlier call left, whose writer may still hang. The directory is not listed:
+    thousands of ranks write into it.
+    """
+    for number in count():
+        name = f"__{rank}_{number}.distcp"
+        try:
+            root.write_image(
+                directory / name,
+                image,
+                on_block=on_bytes,
+                before_block=before_block,
+                block_bytes=block_bytes,
+            )
+        except StorageError as error:
+            if error.errno != errno.EEXIST:
+                raise
+        else:
+            return name
+    raise AssertionError("numbers do not end")

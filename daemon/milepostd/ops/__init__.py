@@ -1,0 +1,1 @@
+"""Operating the daemon: settings, log, metrics, HTTP, supervision, placement, fault points."""

@@ -1,0 +1,192 @@
+"""Fault points: places where a test can make the daemon misbehave.
+
+Owns the names of points and actions, their parsing and their effect. A point fires once per save
+and node. Sleeping holds only the step of the save that met the point, never the loop. Which step
+stands at which point is the runtime's business. Source: CONTRACT "Fault points", kept in
+docs/operations.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from milepost.errors import MilepostError, UsageError
+from milepost.wire.messages import SaveRef
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+POINTS: Final = (
+    "after-staged",
+    "before-plan",
+    "mid-write",
+    "after-write",
+    "before-durable",
+    "before-metadata",
+    "after-metadata",
+    "before-publish",
+    "after-publish",
+    "before-committed",
+)
+"""In the order in which a save meets them."""
+
+_ERRNOS: Final = {
+    "enospc": errno.ENOSPC,
+    "edquot": errno.EDQUOT,
+    "eio": errno.EIO,
+    "estale": errno.ESTALE,
+}
+"""Actions that are a file system's answers: full, over its quota, broken, away for a moment. The
+last one passes, so that what it struck is tried again, with a new file."""
+
+ACTIONS: Final = ("kill", "stop", "raise", "sleep", *_ERRNOS)
+
+SLEEP_S_MAX: Final = 3600.0
+
+_log = logging.getLogger(__name__)
+
+
+class Fault(NamedTuple):
+    """What shall happen at a point; `sleep_s` belongs to the action `sleep`."""
+
+    point: str
+    action: str
+    sleep_s: float = 0.0
+    step: int | None = None
+    """Only to saves of this step of the trainer; None: to every save."""
+
+
+class InjectedFault(MilepostError):
+    """What the action `raise` raises: an error the daemon did not foresee."""
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """Read `point:action[:argument][@step]`, separated by commas; empty text is no fault. Raises
+    UsageError.
+    """
+    faults: list[Fault] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        what, at, when = part.partition("@")
+        point, _, rest = what.partition(":")
+        action, _, argument = rest.partition(":")
+        if point not in POINTS:
+            raise UsageError(
+                "usage", f"unknown fault point {point!r} in {part!r}; points: {', '.join(POINTS)}"
+            )
+        if action not in ACTIONS:
+            raise UsageError(
+                "usage", f"unknown action {action!r} in {part!r}; actions: {', '.join(ACTIONS)}"
+            )
+        if at and not when.isdecimal():
+            raise UsageError("usage", f"after @ stands the step of a save, got {part!r}")
+        step = int(when) if at else None
+        if action != "sleep":
+            if argument:
+                raise UsageError("usage", f"{action} takes no argument, got {part!r}")
+            faults.append(Fault(point, action, step=step))
+            continue
+        try:
+            sleep_s = float(argument)
+        except ValueError:
+            sleep_s = -1.0
+        if not 0 <= sleep_s <= SLEEP_S_MAX:
+            raise UsageError(
+                "usage", f"sleep takes seconds from 0 to {SLEEP_S_MAX:g}, got {part!r}"
+            )
+        faults.append(Fault(point, action, sleep_s, step))
+    return tuple(faults)
+
+
+class FaultPoints:
+    """The faults of one daemon, and which of them have fired. Safe to use from any thread.
+
+    Args:
+        faults: what to do; several at one point happen in their order.
+        send_signal: `os.kill`, unless a test looks on.
+    """
+
+    def __init__(
+        self, faults: Sequence[Fault], send_signal: Callable[[int, int], None] = os.kill
+    ) -> None:
+        self._faults = tuple(faults)
+        self._send_signal = send_signal
+        self._fired: set[tuple[int, str, str]] = set()
+        self._holding: dict[tuple[str, str], list[str]] = {}
+        self._lock = threading.Lock()
+
+    async def at(self, point: str, save: SaveRef) -> None:
+        """Let what is planned for this point happen to this save; for the loop's own thread.
+
+        Raises:
+            InjectedFault: for `raise`.
+            OSError: ENOSPC, EDQUOT, EIO or ESTALE, for the actions of these names.
+        """
+        for fault in self._due(point, save):
+            with self._held(fault, save):
+                await asyncio.sleep(fault.sleep_s)
+            self._strike(fault)
+
+    def at_blocking(self, point: str, save: SaveRef) -> None:
+        """Do the same from a writer thread, which `sleep` blocks. Raises what `at` raises."""
+        for fault in self._due(point, save):
+            with self._held(fault, save):
+                time.sleep(fault.sleep_s)
+            self._strike(fault)
+
+    def holding(self, job: str, save_id: str) -> str | None:
+        """Return the name of the point that holds this save by `sleep`, for its status sentence."""
+        with self._lock:
+            points = self._holding.get((job, save_id))
+            return points[-1] if points else None
+
+    def _due(self, point: str, save: SaveRef) -> Iterator[Fault]:
+        """Yield what is to happen now, logged and marked as fired each just before."""
+        for index, fault in enumerate(self._faults):
+            if fault.point != point or fault.step not in (None, save.step):
+                continue
+            firing = (index, save.job, save.save_id)
+            with self._lock:
+                if firing in self._fired:
+                    continue
+                self._fired.add(firing)
+            fields = {"point": point, "action": fault.action, "job": save.job,
+                      "save": save.save_id, "step": save.step}  # fmt: skip
+            _log.warning("fault.fired", extra={"fields": fields})
+            yield fault
+
+    @contextmanager
+    def _held(self, fault: Fault, save: SaveRef) -> Iterator[None]:
+        if fault.action != "sleep":
+            yield
+            return
+        key = (save.job, save.save_id)
+        with self._lock:
+            self._holding.setdefault(key, []).append(fault.point)
+        try:
+            yield
+        finally:
+            with self._lock:
+                points = self._holding[key]
+                points.remove(fault.point)
+                if not points:
+                    del self._holding[key]
+
+    def _strike(self, fault: Fault) -> None:
+        match fault.action:
+            case "kill":
+                self._send_signal(os.getpid(), signal.SIGKILL)
+            case "stop":
+                self._send_signal(os.getpid(), signal.SIGSTOP)
+            case "raise":
+                raise InjectedFault("internal", f"injected at fault point {fault.point}")
+            case action if action in _ERRNOS:
+                number = _ERRNOS[action]
+                raise OSError(number, os.strerror(number), fault.point)

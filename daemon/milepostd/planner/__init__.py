@@ -1,0 +1,1 @@
+"""Planning outside the daemon's loop: the child process, and what runs in it."""
