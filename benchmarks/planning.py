@@ -22,15 +22,15 @@ from milepost.format.manifest import FRAGMENT_PREFIX, Fragment, FragmentFile, en
 from milepost.storage.root import Root
 from milepost.wire.messages import RankReport, SaveRef, WrittenFile
 from milepost.wire.offers import Kind, Offer, encode_offer, unpack_assigned
-from milepostd.planner.process import (
+from milepostd.planner.frames import (
     FRAME_HEADER,
     AnyAnswer,
     AnyRequest,
-    Failed,
-    IndexBuilt,
+    IndexReady,
     IndexWanted,
-    PlanMade,
+    PlanReady,
     PlanWanted,
+    RequestFailed,
     Warm,
     decode_body,
     encode_frame,
@@ -91,7 +91,7 @@ def plan(folder: Path, ranks: int, tensors: int) -> Planned:
         ask(Warm(call=0))
         began_s = time.perf_counter()
         made = ask(PlanWanted(call=1, job=JOB, reports=take().reports))
-        assert isinstance(made, PlanMade), made
+        assert isinstance(made, PlanReady), made
         coordinator.plan_made(save, made.layouts)
         plan_s = time.perf_counter() - began_s
         grown_bytes = _memory_bytes(os.getpid(), "VmRSS") - before_bytes
@@ -105,7 +105,7 @@ def plan(folder: Path, ranks: int, tensors: int) -> Planned:
             began_s = time.perf_counter()
             built = ask(wanted)
             index_s.append(time.perf_counter() - began_s)
-            assert isinstance(built, IndexBuilt), built
+            assert isinstance(built, IndexReady), built
         return Planned(
             ranks=ranks,
             tensors=tensors,
@@ -137,7 +137,7 @@ class _Asking:
         self._requests.flush()
         (length,) = FRAME_HEADER.unpack(_read(self._answers, FRAME_HEADER.size))
         answer: AnyAnswer = decode_body(_read(self._answers, length), AnyAnswer)
-        if isinstance(answer, Failed):
+        if isinstance(answer, RequestFailed):
             raise RuntimeError(f"the planner refused: {answer.cause.message}")
         return answer
 
@@ -168,7 +168,7 @@ def _read(stream: IO[bytes], length: int) -> bytes:
     return data
 
 
-def _write(root: Root, save: SaveRef, made: PlanMade, tensors: int) -> IndexWanted:
+def _write(root: Root, save: SaveRef, made: PlanReady, tensors: int) -> IndexWanted:
     """Leave behind what all nodes would have written by now, the data files sparse."""
     directory = root.open_save(save)
     files, fragments = [], []

@@ -26,7 +26,7 @@ reader ignores fields it does not know, and an unknown type is an error that nam
 {bytes_max} bytes are refused. A session says `Ping` every {heartbeat:g} s; a daemon that is silent
 for {silence:g} s is lost.
 
-What travels between the daemon and its planner child is in `daemon/milepostd/planner/process.py`.
+What travels between the daemon and its planner child is in `daemon/milepostd/planner/frames.py`.
 """
 
 _SECTIONS = (

@@ -29,7 +29,8 @@ from milepost.storage.root import Root
 from milepost.wire.messages import Cause, RankLayout, RankReport, SaveRef, WrittenFile
 from milepost.wire.offers import Kind, Offer, encode_offer, unpack_assigned
 from milepostd.planner import process as planner_module
-from milepostd.planner.process import IndexBuilt, PlanMade, Planner
+from milepostd.planner.frames import IndexReady, PlanReady
+from milepostd.planner.process import Planner
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -140,7 +141,7 @@ class Save:
             (self.directory / self.fragments[-1]).write_bytes(encode(fragment))
             self.files.append(WrittenFile(file.rank, file.layout_id, file.file, file.file_bytes))
 
-    async def index(self, planner: Planner) -> IndexBuilt | Cause:
+    async def index(self, planner: Planner) -> IndexReady | Cause:
         return await planner.build_index(
             SAVE, str(self.root.path), self.files, self.fragments, time.monotonic() + UNTIL_S
         )
@@ -148,7 +149,7 @@ class Save:
 
 async def plan(planner: Planner, *reports: RankReport) -> dict[int, RankLayout]:
     made = await planner.make_plan("job", reports)
-    assert isinstance(made, PlanMade), made
+    assert isinstance(made, PlanReady), made
     return {layout.rank: layout for layout in made.layouts}
 
 
@@ -200,7 +201,7 @@ def test_stock_torch_loads_what_two_ranks_wrote(tmp_path: Path) -> None:
 
         await planner.stop()
         assert await has_ended(pid)
-        assert isinstance(built, IndexBuilt), built
+        assert isinstance(built, IndexReady), built
         checkpoint = save.root.publish(SAVE)
         files = [file for file in checkpoint.iterdir() if file.is_file()]
         assert built.checkpoint_bytes == sum(file.stat().st_size for file in files)
@@ -225,7 +226,7 @@ def test_later_saves_of_a_plan_have_objects_of_other_lengths_and_files_of_other_
                 rank.values[2] = ("count", Kind.OBJECT, (), (), count)
             save = Save(tmp_path / f"root{number}", ranks, layouts)
             built = await save.index(planner)
-            assert isinstance(built, IndexBuilt), built
+            assert isinstance(built, IndexReady), built
             checkpoint = save.root.publish(SAVE)
             state = load(checkpoint)
             assert torch.equal(WEIGHT, state["model"]["w"])
@@ -270,7 +271,7 @@ def test_a_killed_planner_comes_back_and_still_knows_its_layouts(tmp_path: Path)
         assert planner.pid is None
         save = Save(tmp_path / "root", ranks, layouts)
         built = await save.index(planner)
-        assert isinstance(built, IndexBuilt), built
+        assert isinstance(built, IndexReady), built
         assert first != planner.pid
         await planner.stop()
         assert_loads(save.root.publish(SAVE))
@@ -289,8 +290,8 @@ def test_an_index_that_was_built_before_its_coordinator_was_killed_stands(tmp_pa
         for fragment in directory.glob(f"{FRAGMENT_PREFIX}*"):
             fragment.unlink()
         again = await save.index(planner)
-        assert isinstance(first, IndexBuilt), first
-        assert isinstance(again, IndexBuilt), again
+        assert isinstance(first, IndexReady), first
+        assert isinstance(again, IndexReady), again
         assert first.checkpoint_bytes == again.checkpoint_bytes
         data = (directory / "__1_0.distcp").read_bytes()
         (directory / "__1_0.distcp").write_bytes(data[:-1])
@@ -344,7 +345,7 @@ def test_ranks_that_staged_under_different_plans_make_one_checkpoint(tmp_path: P
         del without.values[1:3]
         refused = await planner.make_plan("job", [staged, without.report()])
         await planner.stop()
-        assert isinstance(built, IndexBuilt), built
+        assert isinstance(built, IndexReady), built
         assert isinstance(refused, Cause)
         assert refused.code == "structure-changed"
         return save.root.publish(SAVE)
@@ -392,7 +393,7 @@ def test_what_this_node_cannot_see_is_named_and_looked_for_again(
         assert isinstance(gone, Cause)
         assert (gone.code, gone.node) == ("root-not-shared", "left")
         assert nothing_yet
-        assert isinstance(built, IndexBuilt), built
+        assert isinstance(built, IndexReady), built
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

@@ -7,7 +7,7 @@ network, and of time only the clock by which files are touched. `test_simulation
 against the real modules.
 
 Sources: `client/milepost/storage/root.py` and `claims.py`, `daemon/milepostd/executors/writer.py`
-and `planner/child.py`.
+and `planner/composing.py`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ the like are opaque bytes that only the planner's child decodes, as msgpack.
 
 Data runs: trainer -> its node's daemon (`Hello` .. `Leave`), daemon -> trainer (`Welcome` ..
 `Concluded`), daemon <-> daemon (`Gathered` .. `Outcome`), daemon <-> its planner child (see
-`milepostd.planner.process`).
+`milepostd.planner.frames`).
 """
 
 from __future__ import annotations
