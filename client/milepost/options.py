@@ -17,8 +17,8 @@ from milepost.errors import UsageError
 from milepost.staging.overlap import Overlap
 from milepost.staging.selection import Optimizers
 from milepost.state.planners import is_default
+from milepost.storage.names import check_name
 from milepost.storage.retention import Policy
-from milepost.storage.root import check_name
 
 JOB_CHARACTERS_MAX: Final = 200
 """Longest name of a job: it is on every line of the log and in every message."""

@@ -34,7 +34,8 @@ STEP_S: Final = 0.01
 @contextlib.contextmanager
 def seeing_no_checkpoints() -> Iterator[None]:
     """As on a node whose attribute cache is old: the checkpoints' names do not show there."""
-    from milepost.storage.root import CheckpointEntry, Root
+    from milepost.storage.catalog import CheckpointEntry
+    from milepost.storage.root import Root
 
     def no_checkpoints(root: Root) -> list[CheckpointEntry]:
         return []

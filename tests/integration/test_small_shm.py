@@ -193,7 +193,6 @@ TARGET = """
 import mmap, os, sys
 from pathlib import Path
 from milepost.storage import blocks
-from milepost.storage import root as storage
 from milepost.errors import StorageError
 from milepost.format.manifest import Manifest, encode
 from milepost.wire.messages import SaveRef
@@ -202,7 +201,6 @@ from milepost.storage.root import Root
 MB = 1 << 20
 image = memoryview(mmap.mmap(-1, 12 * MB))
 image[:] = bytes(range(256)) * (12 * MB // 256)
-storage.BLOCK_BYTES = MB
 root = Root(sys.argv[1])
 root.prepare()
 

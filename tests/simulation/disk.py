@@ -6,8 +6,8 @@ before they make it, so that the world can cut, fail, delay or hang them anywher
 network, and of time only the clock by which files are touched. `test_simulation.py` runs the twins
 against the real modules.
 
-Sources: `client/milepost/storage/root.py` and `claims.py`, `daemon/milepostd/executors/writer.py`
-and `planner/composing.py`.
+Sources: `client/milepost/storage/`, `daemon/milepostd/executors/writer.py` and
+`planner/composing.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Writing an image into a file: direct I/O in large blocks, or buffered in a bounded window.
 
-Owns the space that is asked for ahead and what stays in the page cache. Knows no checkpoint.
+Owns the block size, the space that is reserved ahead, and what stays in the page cache. Knows no
+checkpoint. Raises OSError. Sources: fallocate(2), fcntl(2) on O_DIRECT, posix_fadvise(2).
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import ctypes
 import errno
 import fcntl
 import os
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from milepost.format.layout import PAGE_BYTES
@@ -16,20 +19,51 @@ from milepost.format.layout import PAGE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+BLOCK_BYTES: Final = 16 << 20
+"""One direct write: large enough that the device, not the call, sets the speed; small enough to
+report progress.
+"""
+
 BUFFERED_WINDOW_BLOCKS: Final = 16
-"""Dirty blocks of one file before they are synced and dropped, where direct I/O is refused: an
-image must not push the data loader's files out of the page cache, nor collect there and then reach
-the device at once.
+"""Where direct I/O is refused: dirty blocks of one file before they are synced and dropped. An
+image must not push the data loader's files out of the page cache, nor pile up there and then reach
+the device all at once.
 """
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
-def _reserve(file: int, length: int) -> None:
-    """Ask for the space ahead, so that a full disk is found before the first byte is written.
+def write_image(
+    path: Path,
+    image: memoryview,
+    on_block: Callable[[int], None] | None,
+    before_block: Callable[[int, int], None] | None,
+    block_bytes: int,
+) -> None:
+    """See `Root.write_image`."""
+    # By descriptor, so that the file can be removed even if its directory was renamed meanwhile.
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        file = os.open(path.name, flags, 0o666, dir_fd=folder)
+        try:
+            try:
+                _write_blocks(file, image.cast("B"), on_block, before_block, block_bytes)
+            finally:
+                os.close(file)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(path.name, dir_fd=folder)
+            raise
+    finally:
+        os.close(folder)
 
-    Plain fallocate(2): where it is not supported glibc's emulation would write byte by byte. Only
-    what says that the file cannot fit is an error; for anything else the writes themselves tell.
+
+def _reserve(file: int, length: int) -> None:
+    """Reserve the space, so that a full disk is found before the first byte is written.
+
+    Plain fallocate(2): where it is not supported, glibc's emulation would write byte by byte. Only
+    an error that says that the file cannot fit is raised; any other shows in the writes themselves.
     """
     while length and _LIBC.fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(length)):
         number = ctypes.get_errno()
@@ -41,9 +75,9 @@ def _reserve(file: int, length: int) -> None:
 
 
 def _set_direct(file: int, direct: bool) -> bool:
-    """Turn direct I/O on or off; False if the file system refuses.
+    """Turn direct I/O on or off; return False if the file system refuses.
 
-    By fcntl: an open with O_DIRECT that is refused may have created the file all the same.
+    By fcntl: an open with O_DIRECT may create the file and still be refused.
     """
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     wanted = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
@@ -54,19 +88,14 @@ def _set_direct(file: int, direct: bool) -> bool:
     return True
 
 
-def write_blocks(
+def _write_blocks(
     file: int,
     image: memoryview,
     on_block: Callable[[int], None] | None,
     before_block: Callable[[int, int], None] | None,
     block_bytes: int,
 ) -> None:
-    """Write an image into its open, empty file, and sync it: direct where that is possible.
-
-    Args:
-        on_block: told how many bytes each call has written.
-        before_block: asked before each block: its bytes, and what is left with it.
-    """
+    """Write an image into its open, empty file, and sync it: direct where that is possible."""
     length = len(image)
     _reserve(file, length)
     whole = length - length % PAGE_BYTES
@@ -74,7 +103,7 @@ def write_blocks(
 
     def ask_until(end: int) -> None:
         nonlocal asked
-        # What a failed or short write has left was asked for already.
+        # The rest of a failed or short write was asked for already.
         if before_block is not None and end > asked:
             before_block(end - asked, length - asked)
             asked = end
@@ -88,7 +117,7 @@ def write_blocks(
             except OSError as error:
                 if error.errno == errno.EIO:
                     raise
-                break  # A direct write may say EINVAL where a buffered one says why.
+                break  # A buffered write says why, where a direct one may only say EINVAL.
             done += count
             if on_block is not None and count:
                 on_block(count)

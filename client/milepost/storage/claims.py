@@ -1,9 +1,10 @@
 """Who uses a root: the job that saves to it, and those who are reading a checkpoint.
 
-Small files below `<root>/.milepost-run/`, kept alive by being touched: `owner`, one, by the trainer
-of rank 0 of the job that saves; `reading-<name>-<random>`, one a reader, so that retention leaves
-the checkpoint alone meanwhile. Both expire when their keeper is gone. Ages are measured by the file
-system's own clock, since hosts' clocks differ. Nothing here has to be durable. No torch.
+A claim is a small file below `<root>/.milepost-run/` that its owner touches again and again; one
+that is not touched expires. `owner` belongs to the trainer of rank 0 of the job that saves.
+`reading-<name>-<random>` is a lease: each reader has one, and retention leaves the checkpoint alone
+meanwhile. Ages are measured by the file system's own clock, since the clocks of hosts differ.
+Nothing here has to be durable. No torch.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ import psutil
 
 from milepost.errors import Rejected, UsageError
 from milepost.format.manifest import MANIFEST_NAME
+from milepost.storage.catalog import CheckpointEntry
 from milepost.storage.retention import doomed
-from milepost.storage.root import CheckpointEntry, Root
+from milepost.storage.root import Root
 from milepost.wire.messages import Keep
 
 BEAT_S: Final = 10.0
 """How often a claim is touched."""
 
 EXPIRY_S: Final = 45.0
-"""Age at which a claim counts for nothing: several beats, since a file system may stall for some
-seconds and a trainer may hold its interpreter for as long."""
+"""Age at which a claim has expired: several beats, since a file system may stall for some seconds,
+and a trainer may hold its interpreter for as long."""
 
 OWNER_NAME: Final = "owner"
 _READING: Final = re.compile(r"reading-(.+)-[0-9a-f]{16}")
@@ -49,7 +51,7 @@ class _Owner(msgspec.Struct, frozen=True):
 
 
 def _age_s(folder: Path, path: Path) -> float:
-    """How long ago a file was touched. Raises FileNotFoundError if it is gone."""
+    """Return how long ago a file was touched. Raises FileNotFoundError if it is gone."""
     probe = folder / f".tmp-{secrets.token_hex(8)}"
     probe.touch()
     try:
@@ -59,7 +61,7 @@ def _age_s(folder: Path, path: Path) -> float:
 
 
 class _Beat:
-    """Touches a file until it is closed; makes it anew only if `comes_back`."""
+    """Touches a file until it is closed; makes a missing one again only if `comes_back`."""
 
     def __init__(self, path: Path, *, comes_back: bool = False) -> None:
         self._path = path
@@ -70,7 +72,7 @@ class _Beat:
 
     def _run(self) -> None:
         while not self._end.wait(BEAT_S):
-            # A file that was taken away or a file system that hiccups: the claim may expire.
+            # If the file is gone or the file system stalls, the claim may expire.
             with contextlib.suppress(OSError):
                 if self._comes_back:
                     self._path.touch()
@@ -115,7 +117,7 @@ class Ownership:
         return cls(path, content)
 
     def close(self) -> None:
-        """Give the root free, unless another has taken over. Idempotent."""
+        """End the claim, unless another job has taken over. Idempotent."""
         self._beat.close()
         with contextlib.suppress(OSError):
             if self._path.read_bytes() == self._content:
@@ -154,8 +156,8 @@ def _is_alive(owner: _Owner, folder: Path, path: Path) -> bool:
 def reading(root: Root, name: str) -> Iterator[None]:
     """Keep retention from removing a checkpoint while this block runs.
 
-    A root that cannot be written to is read without a lease: who may not write there does not share
-    it with a daemon that removes.
+    A root that cannot be written to is read without a lease: no daemon of this user removes
+    anything there.
     """
     path = root.run_path / f"reading-{name}-{secrets.token_hex(8)}"
     try:
@@ -163,7 +165,7 @@ def reading(root: Root, name: str) -> Iterator[None]:
     except OSError:
         yield
         return
-    # A reader that was held up for longer than leases last is still reading.
+    # Its file may have expired and been removed while this reader was held up.
     beat = _Beat(path, comes_back=True)
     try:
         yield
@@ -197,8 +199,10 @@ def check_ours(path: Path) -> None:
 
 
 def removable(root: Root, entries: Sequence[CheckpointEntry], keep: Keep) -> list[str]:
-    """Return which of the root's checkpoints may be removed now, oldest first: those that no rule
-    keeps, but what is being read goes later, and so does what `latest` still names.
+    """Return which of the root's checkpoints may be removed now, oldest first.
+
+    These are the ones that no rule keeps. What is being read, and what `latest` still names, goes
+    later.
     """
     names = doomed(
         [(entry.name, entry.step, entry.order) for entry in entries],

@@ -1,4 +1,4 @@
-"""What the system refused, as errors of ours: which code, which hint, and whether it may pass."""
+"""From an OSError to a StorageError: its code, its hint, and whether trying again may help."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ _TRANSIENT: Final = {errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, e
 def storage_error(
     operation: str, path: str | os.PathLike[str], error: OSError, wanted: int | None = None
 ) -> StorageError:
-    """Return what the system refused as an error that names the path, the reason, and the `wanted`
-    bytes.
-    """
+    """Return an error that names the operation, the path, the reason, and the bytes `wanted`."""
     number = error.errno or 0
     code = _CODES.get(number, "io-error")
     reason = (os.strerror(number) if number else str(error)).lower()
@@ -61,6 +59,7 @@ def storage_error(
 def reported(
     operation: str, path: str | os.PathLike[str], wanted: int | None = None
 ) -> Iterator[None]:
+    """Raise what the system refuses in this block as StorageError, by `storage_error`."""
     try:
         yield
     except OSError as error:

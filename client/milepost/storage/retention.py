@@ -1,8 +1,8 @@
-"""Which checkpoints may go: policies as the user writes them, and the one pure decision both sides
-share.
+"""Which checkpoints may go: policies as the user writes them, and the one pure decision that client
+and daemon share.
 
-Takes names, steps and their order, gives names; touches no file and knows no root. Whoever calls it
-deletes, and only the coordinator does so on its own account.
+Takes names, steps and their order, and returns names; touches no file and knows no root. The caller
+deletes: the coordinator after a commit, `milepost prune` on request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from milepost.wire.messages import Keep
 
 Candidate: TypeAlias = tuple[str, int, tuple[int, ...]]
 """A checkpoint's name, step and order; the greatest order is the newest
-(`storage.CheckpointEntry.order`).
+(`catalog.CheckpointEntry.order`).
 """
 
 
@@ -108,13 +108,12 @@ def doomed(
 ) -> list[str]:
     """Return the names of the checkpoints that no rule keeps, oldest first.
 
-    The newest never goes. Without `last` or `every` nothing goes: to protect a step is no order to
-    delete the others.
+    The newest never goes. Without `last` or `every` nothing goes: protecting a step does not ask
+    for the removal of the others.
 
     Args:
         checkpoints: all committed ones, in any order.
-        foreign: names of those without a milepost manifest: they are not ours to delete, and count
-            for nothing.
+        foreign: names of those without a milepost manifest: not ours to delete, and not counted.
     """
     if not keep.last and not keep.every:
         return []

@@ -18,7 +18,7 @@ from isal import isal_zlib
 from milepost.errors import Rejected
 from milepost.format.layout import unpack_table
 from milepost.memory.arena import Arena
-from milepost.storage.root import BLOCK_BYTES
+from milepost.storage.blocks import BLOCK_BYTES
 
 SMALL_BYTES: Final = 8 << 10
 """Payloads up to this size are read once more for the CRC of their container, which is faster than

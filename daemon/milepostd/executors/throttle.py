@@ -14,7 +14,7 @@ from typing import Final
 
 from milepost.errors import SaveFailed
 from milepost.format.layout import PAGE_BYTES
-from milepost.storage.root import BLOCK_BYTES
+from milepost.storage.blocks import BLOCK_BYTES
 
 MB: Final = 1_000_000
 """What `write_mbps` counts in, as vendors of storage and networks do."""

@@ -23,7 +23,8 @@ from milepost.errors import StorageError
 from milepost.format.layout import PAGE_BYTES, align
 from milepost.format.manifest import FRAGMENT_PREFIX, Fragment, FragmentFile, encode
 from milepost.memory.arena import Arena, SlotRecord
-from milepost.storage.root import Root, check_name
+from milepost.storage.names import check_name
+from milepost.storage.root import Root
 from milepost.wire.messages import SaveRef
 from milepostd.executors.sealing import Containers, Sealing, invalid
 from milepostd.executors.throttle import Pace

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from milepost.errors import SaveFailed
 from milepost.format.layout import PAGE_BYTES
-from milepost.storage.root import BLOCK_BYTES
+from milepost.storage.blocks import BLOCK_BYTES
 from milepostd.executors.throttle import BLOCK_BYTES_MIN, BURST_S, MB, BandwidthLimit, Pace
 
 

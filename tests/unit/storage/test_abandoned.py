@@ -13,7 +13,7 @@ from tests.unit.executors.test_verdicts import Bench
 from tests.unit.storage.published import filled
 
 from milepost.errors import SaveFailed
-from milepost.storage import root as storage
+from milepost.storage.removals import ABANDONED_S
 from milepost.storage.root import Root
 from milepost.wire.messages import Keep, SaveRef
 from milepostd.core.commands import Discard
@@ -52,10 +52,10 @@ def test_what_earlier_attempts_left_goes_once_nobody_has_touched_it_for_long(roo
         begun(root, "3-1", "step_40"),
     )
     for path in (old, given_up, busy, own):
-        aged(path, 2 * storage.ABANDONED_S)
+        aged(path, 2 * ABANDONED_S)
     # Its writer is at work on one file.
     os.utime(busy / "__0_0.distcp")
-    aged(recent, storage.ABANDONED_S / 2)
+    aged(recent, ABANDONED_S / 2)
     save = SaveRef("run-7", "3-2", 50, "step_50")
     root.publish(filled(root, save))
 
@@ -74,7 +74,7 @@ def test_a_commit_clears_and_stands_whether_it_can_or_not(
         raise OSError(5, "input/output error", str(root.path))
 
     save = SaveRef("run-7", "9-1", 50, "step_50", overwrite=True)
-    old = aged(begun(root, "1-1", "step_1"), 2 * storage.ABANDONED_S)
+    old = aged(begun(root, "1-1", "step_1"), 2 * ABANDONED_S)
     monkeypatch.setattr("tests.unit.executors.test_verdicts.SAVE", save)
     for is_refused in (True, False):
         bench = Bench(root)
@@ -91,7 +91,7 @@ def test_a_commit_clears_and_stands_whether_it_can_or_not(
 
 
 def test_what_a_failed_save_left_is_discarded_and_nothing_else(root: Root) -> None:
-    old = aged(begun(root, "1-1", "step_1"), 2 * storage.ABANDONED_S)
+    old = aged(begun(root, "1-1", "step_1"), 2 * ABANDONED_S)
     failed = begun(root, "9-1", "step_50")
     command = Discard(save=SaveRef("run-7", "9-1", 50, "step_50"), root=str(root.path))
     assert isinstance(asyncio.run(Bench(root).verdicts.discard(command)), Discarded)

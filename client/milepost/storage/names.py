@@ -1,0 +1,143 @@
+"""The names below a root: what a checkpoint may be called, and where each kind of directory lies.
+
+    <root>/<name>                               a checkpoint
+    <root>/latest                               a link to one of them
+    <root>/.partial/<name>.<save_id>            a save under way
+    <root>/.partial/<name>.<save_id>.aborted    a save that was given up
+    <root>/.partial/<name>.<save_id>.replaced   a checkpoint that another save replaces
+    <root>/.partial/<name>.<save_id>.retired    a checkpoint that is about to be deleted
+    <root>/.partial/<anything>.pruned-<hex>     what is being deleted
+    <root>/.milepost-run/                       locks, attempts, claims
+    <root>/.milepost-run/replace-<name>         the intent to replace a checkpoint
+
+Pure: touches no file.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from milepost.errors import UsageError
+from milepost.wire.messages import SaveRef
+
+PARTIAL_NAME: Final = ".partial"
+RUN_NAME: Final = ".milepost-run"
+LATEST_NAME: Final = "latest"
+
+NAME_BYTES_MAX: Final = 200
+"""Longest checkpoint name: with save id and suffix it must stay below the 255 bytes of a path
+component.
+"""
+
+ABORTED: Final = ".aborted"
+REPLACED: Final = ".replaced"
+RETIRED: Final = ".retired"
+
+_UNKNOWN_ID: Final = "0-0"
+"""Stands for the save id of a checkpoint that milepost did not write."""
+
+_STEP_NAME: Final = re.compile(r"step_(\d+)")
+_SAVE_ID: Final = re.compile(r"\d[A-Za-z0-9_-]*")
+_UNFINISHED: Final = re.compile(r"(?P<name>.+)\.(?P<save_id>\d+-\d+)(\.aborted)?")
+_PRUNED: Final = re.compile(r".*\.pruned-[0-9a-f]{8}", re.DOTALL)
+
+
+def check_name(name: str) -> str:
+    """Return the name if a checkpoint may have it: one visible path component that is not ours.
+
+    Raises UsageError.
+    """
+    try:
+        length = len(name.encode())
+    except UnicodeEncodeError:
+        length = 0
+    if (
+        not 0 < length <= NAME_BYTES_MAX
+        or name.startswith(".")
+        or "/" in name
+        or name == LATEST_NAME
+        or not name.isprintable()
+    ):
+        raise UsageError(
+            "usage",
+            f"{name!r} cannot name a checkpoint",
+            f"use one path component of at most {NAME_BYTES_MAX} bytes, printable, without a"
+            f" leading dot, and not {LATEST_NAME!r}",
+        )
+    return name
+
+
+def step_in(name: str) -> int:
+    """Return the step in a name like `step_12`; -1 for any other name."""
+    match = _STEP_NAME.fullmatch(name)
+    return int(match[1]) if match else -1
+
+
+class RootPaths:
+    """Where everything lies below one root.
+
+    Attributes:
+        top: the root itself, absolute.
+        partial: the directory of all that is not a checkpoint.
+        run: the directory of locks, attempts and claims.
+        latest: the link to the newest checkpoint.
+    """
+
+    def __init__(self, top: Path) -> None:
+        self.top: Final = top
+        self.partial: Final = top / PARTIAL_NAME
+        self.run: Final = top / RUN_NAME
+        self.latest: Final = top / LATEST_NAME
+
+    def save_dir(self, save: SaveRef) -> Path:
+        """Return where a save's files lie until it is published or given up.
+
+        Raises UsageError if its name or its save id is not valid.
+        """
+        if not _SAVE_ID.fullmatch(save.save_id):
+            raise UsageError("usage", f"{save.save_id!r} is not a save id")
+        return self.partial / f"{check_name(save.name)}.{save.save_id}"
+
+    def aborted_dir(self, save: SaveRef) -> Path:
+        """Return where a save's files lie once it was given up. Raises UsageError."""
+        path = self.save_dir(save)
+        return path.with_name(path.name + ABORTED)
+
+    def aside(self, name: str, save_id: str, suffix: str) -> Path:
+        """Return where a checkpoint lies that has lost its name; `suffix` says why."""
+        known = save_id if _SAVE_ID.fullmatch(save_id) else _UNKNOWN_ID
+        return self.partial / f"{name}.{known}{suffix}"
+
+    def pruned(self, name: str) -> Path:
+        """Return a new place for a directory that is to be deleted."""
+        return self.partial / f"{name}.pruned-{secrets.token_hex(4)}"
+
+    def intent(self, name: str) -> Path:
+        """Return the file that says which save is replacing the checkpoint of this name."""
+        return self.run / f"replace-{name}"
+
+
+def name_of_aside(directory: str) -> str:
+    """Return the checkpoint's name from the name that `RootPaths.aside` gave its directory."""
+    return directory.rsplit(".", 2)[0]
+
+
+def is_pruned(directory: str) -> bool:
+    """Whether a directory below `.partial` is being deleted."""
+    return _PRUNED.fullmatch(directory) is not None
+
+
+class UnfinishedSave(NamedTuple):
+    """A save that has not become a checkpoint, as the name of its directory tells."""
+
+    name: str
+    save_id: str
+
+
+def unfinished_save(directory: str) -> UnfinishedSave | None:
+    """Read the name of a directory below `.partial`; None if no save has made it."""
+    found = _UNFINISHED.fullmatch(directory)
+    return None if found is None else UnfinishedSave(found["name"], found["save_id"])
