@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from milepostd.core.save import VERDICT_GRACE_S
+from milepostd.core.role import VERDICT_GRACE_S
 from tests.faults.fleet import (
     SHORT_S,
     SLACK_S,

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from milepostd.core.save import VERDICT_GRACE_S
+from milepostd.core.role import VERDICT_GRACE_S
 from tests.faults.fleet import (
     SHORT_S,
     SLACK_S,
@@ -33,9 +33,9 @@ this module: what is told is that it holds, and after the coordinator's own limi
 
 SHORTENED: Final = f"""
 import runpy, sys
-import milepostd.core.save
-assert 0 < milepostd.core.save.RESOLVE_GRACE_S
-milepostd.core.save.RESOLVE_GRACE_S = {RESOLVE_S}
+import milepostd.core.role
+assert 0 < milepostd.core.role.RESOLVE_GRACE_S
+milepostd.core.role.RESOLVE_GRACE_S = {RESOLVE_S}
 sys.argv = sys.argv[3:]
 runpy.run_module("milepostd", run_name="__main__")
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from milepostd.core.save import RESOLVE_GRACE_S
+from milepostd.core.role import RESOLVE_GRACE_S
 from tests.faults.fleet import (
     SHORT_S,
     SLACK_S,

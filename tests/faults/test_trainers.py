@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from milepostd.core.save import VERDICT_GRACE_S
+from milepostd.core.role import VERDICT_GRACE_S
 from tests.faults.fleet import (
     DEADLINE_S,
     SHORT_S,

@@ -26,9 +26,11 @@ from milepost.format.manifest import encode
 from milepost.storage.claims import EXPIRY_S, being_read, reading
 from milepost.storage.root import Root
 from milepost.wire.messages import Keep, PreemptionDecided, SaveRef
+from milepostd.core.coordination import Coordination
+from milepostd.core.participation import Participation
 from milepostd.core.phases import COORDINATOR, PARTICIPANT, Phase, Trigger
 from milepostd.core.preemption import Preemption
-from milepostd.core.save import Coordination, Participation, _Role
+from milepostd.core.role import Role
 from milepostd.executors.latest import _retain
 from tests.simulation import __main__ as command
 from tests.simulation import branches, disk, faults, preemption, readers
@@ -59,7 +61,7 @@ FOUND = {
 each has a scenario of its own in `tests/unit/`.
 """
 
-Row = tuple[type[_Role], Phase, Trigger]
+Row = tuple[type[Role], Phase, Trigger]
 
 
 def rerun(seed: int, nodes: int = 0) -> Result:
@@ -75,9 +77,9 @@ def rerun(seed: int, nodes: int = 0) -> Result:
 def swarm() -> tuple[list[Result], set[Row]]:
     """All small runs, and the transitions they took."""
     taken: set[Row] = set()
-    move = _Role.move
+    move = Role.move
 
-    def recording(role: _Role, trigger: Trigger) -> bool:
+    def recording(role: Role, trigger: Trigger) -> bool:
         before = role.phase
         has_moved = move(role, trigger)
         if has_moved:
@@ -85,7 +87,7 @@ def swarm() -> tuple[list[Result], set[Row]]:
         return has_moved
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Role, "move", recording)
+        patch.setattr(Role, "move", recording)
         results = [rerun(seed) for seed in [*range(SEEDS), *FOUND]]
     return results, taken
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from milepostd.core.coordination import Coordination
 from milepostd.core.early import EARLY_MAX
 from milepostd.core.job import Job, save_order
 from milepostd.core.node import ENDED_MAX, JOBS_MAX, SAVES_MAX, Node
+from milepostd.core.participation import Participation
 from milepostd.core.phases import COORDINATOR, PARTICIPANT, Phase
-from milepostd.core.save import Coordination, Participation
 
 PARTICIPANT_PHASES = frozenset({phase for phase, _ in PARTICIPANT} | {*PARTICIPANT.values()})
 COORDINATOR_PHASES = frozenset({phase for phase, _ in COORDINATOR} | {*COORDINATOR.values()})

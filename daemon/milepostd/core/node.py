@@ -54,6 +54,7 @@ from milepostd.core.commands import (
     StartPlanner,
     SweepArenas,
 )
+from milepostd.core.coordination import Coordination
 from milepostd.core.early import EarlyMessages
 from milepostd.core.events import (
     AnyEvent,
@@ -86,8 +87,9 @@ from milepostd.core.events import (
 )
 from milepostd.core.job import NO_ORDER, Job, LastCommitted, Seat, save_order
 from milepostd.core.joining import why_not
+from milepostd.core.participation import Participation
 from milepostd.core.preemption import Preemption
-from milepostd.core.save import SECOND_NS, Coordination, Participation
+from milepostd.core.role import SECOND_NS
 
 JOBS_MAX: Final = 64
 """Jobs one node serves: many more than a host runs, few enough that a leak shows."""

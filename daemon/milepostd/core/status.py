@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 from milepost.wire.messages import Cause
+from milepostd.core.coordination import Coordination
 from milepostd.core.job import Job, LastFailed
 from milepostd.core.node import Node
-from milepostd.core.save import SECOND_NS, Coordination, Participation
+from milepostd.core.participation import Participation
+from milepostd.core.role import SECOND_NS
 
 STATUS_VERSION: Final = 1
 

@@ -81,7 +81,7 @@ from milepostd.core.events import (
 )
 from milepostd.core.invariants import broken_invariants
 from milepostd.core.node import Node, NodeSettings
-from milepostd.core.save import SECOND_NS
+from milepostd.core.role import SECOND_NS
 
 SlowCommand: TypeAlias = (
     WriteImage | WriteFragment | MakePlan | BuildIndex | Publish | GiveUp | Discard | Retain

@@ -89,7 +89,7 @@ from milepostd.core.node import (
     Node,
     NodeSettings,
 )
-from milepostd.core.save import SECOND_NS
+from milepostd.core.role import SECOND_NS
 from milepostd.core.status import status_of
 
 SAVE = save_ref(1)

@@ -51,17 +51,11 @@ from milepostd.core.commands import (
     WriteFragment,
     WriteImage,
 )
+from milepostd.core.coordination import Coordination
 from milepostd.core.events import FileDurable, FileFailed, PeerSaid, PlanMade, RankSaid, SessionLost
+from milepostd.core.participation import Participation
 from milepostd.core.phases import COORDINATOR, PARTICIPANT, Phase, Trigger
-from milepostd.core.save import (
-    PEER_LOST_S,
-    RESEND_S,
-    RESOLVE_GRACE_S,
-    VERDICT_GRACE_S,
-    Coordination,
-    Participation,
-    _Role,
-)
+from milepostd.core.role import PEER_LOST_S, RESEND_S, RESOLVE_GRACE_S, VERDICT_GRACE_S, Role
 
 SAVE = save_ref(1)
 PREPARE = save_ref(1, is_plan_only=True)
@@ -944,16 +938,16 @@ def test_every_row_of_both_tables_is_taken_by_some_scenario(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken: set[tuple[type, Phase, Trigger]] = set()
-    move = _Role.move
+    move = Role.move
 
-    def recording(self: _Role, trigger: Trigger) -> bool:
+    def recording(self: Role, trigger: Trigger) -> bool:
         before = self.phase
         has_moved = move(self, trigger)
         if has_moved:
             taken.add((type(self), before, trigger))
         return has_moved
 
-    monkeypatch.setattr(_Role, "move", recording)
+    monkeypatch.setattr(Role, "move", recording)
     for run in SCENARIOS:
         run()
     for role, table in ((Participation, PARTICIPANT), (Coordination, COORDINATOR)):

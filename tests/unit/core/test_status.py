@@ -10,7 +10,7 @@ from tests.unit.core.core_world import NO_SPACE, World, save_ref
 
 from milepostd.core.commands import BuildIndex, GiveUp, MakePlan, Publish, WriteFragment, WriteImage
 from milepostd.core.events import BytesWritten
-from milepostd.core.save import RESOLVE_GRACE_S
+from milepostd.core.role import RESOLVE_GRACE_S
 from milepostd.core.status import STATUS_VERSION, status_of
 
 SAVE = save_ref(1)

@@ -1,0 +1,383 @@
+"""The coordinator's part in one save: it asks for a plan where one is needed, collects the nodes'
+word that all is durable, has the index built, and publishes.
+
+The node of rank 0 is the coordinator, besides taking part itself.
+"""
+
+from __future__ import annotations
+
+from milepost.wire.messages import (
+    Cause,
+    Fail,
+    Gathered,
+    Outcome,
+    Planned,
+    Prepared,
+    RankLayout,
+    RankReport,
+    SaveRef,
+    WordWanted,
+)
+from milepostd.core.causes import MISMATCH_HINT, PLAN_VOIDING, REFUSALS, named, placed
+from milepostd.core.commands import (
+    BuildIndex,
+    Command,
+    GiveUp,
+    Log,
+    MakePlan,
+    Publish,
+    Send,
+    SetTimer,
+    WarmPlanner,
+)
+from milepostd.core.events import (
+    IndexBuilt,
+    IndexFailed,
+    OutcomeFound,
+    PlanFailed,
+    PlanMade,
+    Published,
+    PublishFailed,
+)
+from milepostd.core.job import Job, save_order
+from milepostd.core.phases import COORDINATOR, Phase, Trigger
+from milepostd.core.role import (
+    PEER_LOST_S,
+    RESEND_S,
+    RESOLVE_GRACE_S,
+    SECOND_NS,
+    VERDICT_GRACE_S,
+    Role,
+)
+
+
+class Coordination(Role):
+    """The coordinator's part in one save."""
+
+    table = COORDINATOR
+    timer_prefix = "coordinator"
+
+    def __init__(self, job: Job, save: SaveRef, node_id: str, now_ns: int) -> None:
+        super().__init__(job, save, now_ns)
+        self.node_id = node_id
+        self.gathered: dict[str, Gathered] = {}
+        self.planned: Planned | None = None
+        self.layout_of: dict[int, RankLayout] = {}
+        self.prepared: dict[str, Prepared] = {}
+        self.failure: Fail | None = None
+        self.outcome: Outcome | None = None
+        self.was_prepared = False
+        """Whether any node said so: then the save's directory was there."""
+        self.may_take_effect = False
+        """Whether a publication failed without saying that it did not happen."""
+        self.checkpoint_bytes = 0
+
+    def open(self) -> list[Command]:
+        """First word of any node."""
+        at_ns = self.deadline_at_ns() + int(VERDICT_GRACE_S * SECOND_NS)
+        return [self.set_timer("deadline", at_ns), self._set_ask(self.opened_at_ns)]
+
+    def _set_ask(self, now_ns: int) -> SetTimer:
+        return self.set_timer("ask", now_ns + int(RESEND_S * SECOND_NS))
+
+    def ask(self, heard_at_ns: dict[str, int], *, is_draining: bool, now_ns: int) -> list[Command]:
+        """Ask the nodes that are waited for and say nothing: what is gone there shows only so.
+
+        Nobody is waited for to the deadline by a daemon that is told to end.
+        """
+        if self.phase not in (Phase.GATHERING, Phase.PLANNING, Phase.COLLECTING):
+            return []
+        quiet_s = {
+            node_id: (now_ns - max(heard_at_ns.get(node_id, 0), self.opened_at_ns)) / SECOND_NS
+            for node_id in self._silent_nodes()
+            if node_id != self.node_id
+        }
+        lost = [node_id for node_id, age_s in quiet_s.items() if age_s >= PEER_LOST_S]
+        if lost and is_draining:
+            cause = Cause(
+                "node-missing",
+                f"node {self.node_id} is shutting down, and nothing was heard for "
+                f"{PEER_LOST_S:g} s of {named('node', lost, len(self.job.nodes))}",
+                "see that milepostd runs on the nodes named",
+                lost[0],
+            )
+            return self.refuse(Fail(save=self.save, cause=cause), now_ns)
+        commands: list[Command] = [
+            Send(node=self.job.nodes[node_id], message=WordWanted(save=self.save))
+            for node_id, age_s in quiet_s.items()
+            if self.phase is Phase.GATHERING or age_s > 2 * RESEND_S
+        ]
+        return [*commands, self._set_ask(now_ns)]
+
+    # --- what nodes say
+
+    def node_said(
+        self, node_id: str, message: Gathered | Prepared | Fail | WordWanted, now_ns: int
+    ) -> list[Command]:
+        """Take a node's word; repeated words are answered again, and change nothing."""
+        if self.outcome is not None:
+            return self._send(node_id, self.outcome)
+        if self.is_concluded and self.planned is not None:
+            return self._send_plan(node_id, self.planned)
+        if self.phase is Phase.PUBLISHING:
+            # All is durable, and the rename may have happened: only its completion counts now.
+            return []
+        self.was_prepared |= isinstance(message, Prepared)
+        if message.save != self.save:
+            cause = Cause(
+                "save-mismatch",
+                f"node {node_id} calls save {self.save.save_id} step {message.save.step} as "
+                f"{message.save.name!r}, another node step {self.save.step} as {self.save.name!r}",
+                MISMATCH_HINT,
+                node_id,
+            )
+            return self.refuse(Fail(save=self.save, cause=cause), now_ns)
+        if isinstance(message, Fail):
+            return self.refuse(message, now_ns)
+        if save_order(self.save)[0] < self.job.attempt:
+            cause = Cause(
+                "attempt-superseded",
+                f"attempt {self.job.attempt} of job {self.job.job} has started, and its "
+                f"coordinator knows nothing of save {self.save.save_id}",
+                "",
+                self.node_id,
+            )
+            return self.refuse(Fail(save=self.save, cause=cause), now_ns)
+        if isinstance(message, WordWanted):
+            return []
+        words = message.reports if isinstance(message, Gathered) else message.files
+        ranks = tuple(word.rank for word in words)
+        if ranks != self.job.ranks_of[node_id]:
+            text = f"node {node_id} speaks for ranks {ranks}, not for its own"
+            cause = Cause("protocol", text, "", node_id)
+            return self.refuse(Fail(save=self.save, cause=cause), now_ns)
+        if isinstance(message, Gathered):
+            return self._gathered(node_id, message)
+        return self._prepared(node_id, message)
+
+    def _gathered(self, node_id: str, message: Gathered) -> list[Command]:
+        if node_id in self.gathered:
+            # A repetition: the answer may have been lost.
+            return [] if self.planned is None else self._send_plan(node_id, self.planned)
+        self.gathered[node_id] = message
+        return self._check_gathered()
+
+    def _check_gathered(self) -> list[Command]:
+        if len(self.gathered) < len(self.job.nodes):
+            return []
+        reports = tuple(
+            report
+            for _, report in sorted(
+                (report.rank, report)
+                for gathered in self.gathered.values()
+                for report in gathered.reports
+            )
+        )
+        if any(not report.layout_id for report in reports):
+            if self.move(Trigger.NEEDS_PLAN):
+                return [
+                    Log(level="debug", event="plan.requested", save=self.save),
+                    MakePlan(save=self.save, reports=reports),
+                ]
+        elif self.move(Trigger.ALL_GATHERED):
+            return self._check_prepared()
+        return []
+
+    def plan_made(self, event: PlanMade) -> list[Command]:
+        """Hand the layouts to the nodes whose ranks asked."""
+        enough = Trigger.PLAN_SUFFICES if self.save.is_plan_only else Trigger.PLAN_MADE
+        if not self.move(enough):
+            return []
+        self.planned = Planned(save=self.save, layouts=event.layouts, warnings=event.warnings)
+        self.layout_of = {layout.rank: layout for layout in event.layouts}
+        # Offers can be megabytes a rank, and have been answered.
+        self.gathered = {node_id: Gathered(save=self.save, reports=()) for node_id in self.gathered}
+        commands: list[Command] = [
+            Log(level="warning", event="plan.warned", save=self.save, cause=warning)
+            for warning in event.warnings
+        ]
+        commands.append(Log(level="info", event="plan.made", save=self.save))
+        commands.append(WarmPlanner())
+        for node_id in self.job.nodes:
+            commands += self._send_plan(node_id, self.planned)
+        if self.is_concluded:
+            self.gathered = {}
+            return commands + self.clear_timers("deadline", "ask")
+        return commands + self._check_prepared()
+
+    def plan_failed(self, event: PlanFailed, now_ns: int) -> list[Command]:
+        """The offers cannot become a checkpoint."""
+        return self.refuse(Fail(save=self.save, cause=event.cause), now_ns)
+
+    def _send_plan(self, node_id: str, planned: Planned) -> list[Command]:
+        layouts = tuple(
+            self.layout_of[rank] for rank in self.job.ranks_of[node_id] if rank in self.layout_of
+        )
+        if not layouts:
+            return []
+        return self._send(
+            node_id, Planned(save=self.save, layouts=layouts, warnings=planned.warnings)
+        )
+
+    def _prepared(self, node_id: str, message: Prepared) -> list[Command]:
+        self.prepared.setdefault(node_id, message)
+        if node_id not in self.gathered:
+            # Its `Gathered` was lost; what it has written says the same.
+            reports = tuple(RankReport(file.rank, file.layout_id) for file in message.files)
+            self.gathered[node_id] = Gathered(save=self.save, reports=reports)
+            return self._check_gathered()
+        return self._check_prepared()
+
+    def _check_prepared(self) -> list[Command]:
+        if len(self.prepared) < len(self.job.nodes) or not self.move(Trigger.ALL_PREPARED):
+            return []
+        files = sorted(
+            (file for prepared in self.prepared.values() for file in prepared.files),
+            key=lambda file: file.rank,
+        )
+        fragments = tuple(sorted(prepared.fragment for prepared in self.prepared.values()))
+        return [
+            BuildIndex(
+                save=self.save,
+                root=self.job.root,
+                files=tuple(files),
+                fragments=fragments,
+                until_ns=self.deadline_at_ns(),
+            )
+        ]
+
+    def index_built(self, event: IndexBuilt) -> list[Command]:
+        """`.metadata` is durable where nobody sees it yet: publish."""
+        if not self.move(Trigger.INDEX_BUILT):
+            return []
+        self.checkpoint_bytes = event.checkpoint_bytes
+        return [Publish(save=self.save, root=self.job.root, until_ns=self.deadline_at_ns())]
+
+    def index_failed(self, event: IndexFailed, now_ns: int) -> list[Command]:
+        """The files do not make a whole."""
+        # The planner's process does not know on which node it runs.
+        cause = placed(event.cause, self.node_id)
+        return self.refuse(Fail(save=self.save, cause=cause), now_ns)
+
+    def published(self, event: Published, now_ns: int) -> list[Command]:
+        """It is a checkpoint: tell everybody."""
+        if not self.move(Trigger.PUBLISHED):
+            return []
+        return self._conclude(
+            Outcome(
+                save=self.save,
+                outcome="committed",
+                path=event.path,
+                checkpoint_bytes=self.checkpoint_bytes,
+                at_ms=event.at_ms,
+            ),
+            now_ns,
+        )
+
+    def publish_failed(self, event: PublishFailed, now_ns: int) -> list[Command]:
+        """The rename did not happen, or is not known to have: the directory decides."""
+        self.may_take_effect = event.cause.code not in REFUSALS
+        return self.refuse(Fail(save=self.save, cause=event.cause), now_ns)
+
+    # --- failures and time
+
+    def refuse(self, failure: Fail, now_ns: int) -> list[Command]:
+        """End the save for all, unless it is published or ending already."""
+        if not self.move(Trigger.REFUSED):
+            return []
+        self.failure = failure
+        # An earlier life of this daemon may have published what is prepared, and retention may have
+        # taken it since.
+        return [
+            GiveUp(
+                save=self.save,
+                root=self.job.root,
+                is_coordinator=True,
+                until_ns=now_ns + int(RESOLVE_GRACE_S * SECOND_NS),
+                was_prepared=self.was_prepared,
+                may_take_effect=self.may_take_effect,
+            )
+        ]
+
+    def overdue(self, now_ns: int) -> list[Command]:
+        """The deadline has passed."""
+        if self.phase in (Phase.PUBLISHING, Phase.ABORTING, Phase.CONCLUDED):
+            return []
+        silent = self._silent_nodes()
+        cause = Cause(
+            "node-missing" if silent else "timeout",
+            f"save {self.save.save_id} of step {self.save.step} did not end within "
+            f"{self.job.deadline_s:g} s: {self.waits_for()}",
+            "see `milepost status` on the nodes named",
+            silent[0] if silent else self.node_id,
+        )
+        return self.refuse(Fail(save=self.save, cause=cause), now_ns)
+
+    def outcome_found(self, event: OutcomeFound, now_ns: int) -> list[Command]:
+        """GiveUp has ended: now the outcome is certain, or certain to be unknown."""
+        if not self.move(Trigger.OUTCOME_FOUND):
+            return []
+        assert self.failure is not None
+        if event.outcome == "committed":
+            outcome = Outcome(
+                save=self.save,
+                outcome="committed",
+                path=event.path,
+                checkpoint_bytes=self.checkpoint_bytes,
+            )
+        elif event.outcome == "aborted":
+            outcome = Outcome(
+                save=self.save,
+                outcome="skipped" if self.failure.skip else "failed",
+                cause=self.failure.cause,
+                layout_valid=self.failure.cause.code not in PLAN_VOIDING,
+            )
+        else:
+            outcome = Outcome(
+                save=self.save, outcome="outcome-unknown", cause=self.failure.cause,
+            )  # fmt: skip
+        return self._conclude(outcome, now_ns)
+
+    def _conclude(self, outcome: Outcome, now_ns: int) -> list[Command]:
+        self.outcome = outcome
+        self.gathered = {}
+        self.planned = None
+        self.layout_of = {}
+        self.prepared = {}
+        commands = self.clear_timers("deadline", "ask")
+        for node_id in self.job.nodes:
+            commands += self._send(node_id, outcome)
+        return commands
+
+    def _send(self, node_id: str, message: Planned | Outcome) -> list[Command]:
+        return [Send(node=self.job.nodes[node_id], message=message)]
+
+    def _silent_nodes(self) -> list[str]:
+        """Nodes that have not said what the present phase waits for."""
+        heard = self.gathered if self.phase is Phase.GATHERING else self.prepared
+        if self.phase not in (Phase.GATHERING, Phase.COLLECTING):
+            return []
+        return [node_id for node_id in self.job.nodes if node_id not in heard]
+
+    def waits_for(self) -> str:
+        """Say in one sentence what the save waits for at the coordinator."""
+        silent = self._silent_nodes()
+        match self.phase:
+            case Phase.GATHERING:
+                ranks = [rank for node_id in silent for rank in self.job.ranks_of[node_id]]
+                return (
+                    f"waiting for {named('node', silent, len(self.job.nodes))}, where not "
+                    f"every rank has called save: {named('rank', ranks, self.job.world)}"
+                )
+            case Phase.PLANNING:
+                return "planning: dropping replicas, balancing bytes, checking coverage"
+            case Phase.COLLECTING:
+                return f"waiting for {named('node', silent, len(self.job.nodes))} to be durable"
+            case Phase.INDEXING:
+                return "building the index and the manifest"
+            case Phase.PUBLISHING:
+                return "publishing"
+            case Phase.ABORTING:
+                return "taking the save's directory out of the way"
+            case _:
+                return "ended"
