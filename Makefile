@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check fmt lint type unit integration faults soak sim bench clean
+# No test runs twice: `make check test`, the gate, leaves the unit tests to `test`.
+UNIT := $(if $(filter test,$(MAKECMDGOALS)),,unit)
+
+.PHONY: setup demo test quick check fmt lint type unit integration faults soak sim bench clean
 
 setup: $(STAMP)
 
@@ -16,10 +19,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/milepost demo
 
+# The cheapest folders first: unit, simulation, integration, faults.
 test: setup
 	$(BIN)/python -m pytest tests
 
-check: setup lint type unit
+# A minute: the unit tests and a small simulation.
+quick: setup
+	$(BIN)/python -m pytest tests/unit tests/simulation -m 'not slow'
+
+check: setup lint type $(UNIT)
 
 fmt: setup
 	$(BIN)/ruff format .

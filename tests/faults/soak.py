@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from tests.faults.fleet import Crew, check_root, fired, judge, members, partials, resources, until
+from tests.faults.fleet import Crew, fired, members, resources, until
+from tests.faults.judging import check_root, judge, partials
 
 DELAY_S_MAX: Final = 0.05
 

@@ -17,16 +17,14 @@ from tests.faults.fleet import (
     VALUES,
     Crew,
     Fired,
-    check_root,
     fired,
     is_stopped,
-    judge,
     log_lines,
     members,
-    partials,
     until,
     warm_up,
 )
+from tests.faults.judging import check_root, judge, partials
 
 
 def test_two_ranks_become_one_on_the_same_daemons_and_words_of_the_old_attempt_are_dropped(

@@ -24,16 +24,14 @@ from tests.faults.fleet import (
     Member,
     Trainer,
     abandoning,
-    check_root,
     fired,
-    judge,
     log_lines,
     members,
-    partials,
     resources,
     until,
     warm_up,
 )
+from tests.faults.judging import check_root, judge, partials
 from tests.integration.cluster import Rank, await_answer, run_ranks, start_node
 
 SILENCE_S = 4.0

@@ -18,13 +18,11 @@ from tests.faults.fleet import (
     Fired,
     Member,
     abandoning,
-    check_root,
     fired,
-    judge,
-    partials,
     until,
     warm_up,
 )
+from tests.faults.judging import check_root, judge, partials
 from tests.integration.cluster import await_answer
 
 RESOLVE_S: Final = 4.0

@@ -10,17 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from tests.faults.fleet import (
-    DEADLINE_S,
-    Trainer,
-    check_root,
-    fired,
-    judge,
-    log_lines,
-    members,
-    partials,
-    until,
-)
+from tests.faults.fleet import DEADLINE_S, Trainer, fired, log_lines, members, until
+from tests.faults.judging import check_root, judge, partials
 from tests.integration.cluster import Rank, run_ranks
 
 ROUNDS: Final = 4

@@ -16,15 +16,13 @@ from tests.faults.fleet import (
     Crew,
     Fired,
     abandoning,
-    check_root,
     fired,
-    judge,
     log_lines,
     members,
-    partials,
     resources,
     until,
 )
+from tests.faults.judging import check_root, judge, partials
 from tests.faults.test_daemons import LIMITS, SILENCE_S
 from tests.integration.cluster import await_answer, nodes, start_node
 

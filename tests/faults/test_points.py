@@ -16,18 +16,8 @@ from typing import Final, NamedTuple
 import pytest
 
 from milepostd.ops.faults import POINTS
-from tests.faults.fleet import (
-    Crew,
-    Fired,
-    Member,
-    check_root,
-    fired,
-    judge,
-    members,
-    partials,
-    picture,
-    until,
-)
+from tests.faults.fleet import Crew, Fired, Member, fired, members, until
+from tests.faults.judging import check_root, judging, partials, picture
 
 ON_EVERY_NODE: Final = ("after-staged", "mid-write", "after-write", "before-durable")
 """Points that every node's part of a save meets; the others are the coordinator's alone."""
@@ -106,8 +96,14 @@ class Yard(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def yard(module_folder: Path, module_shm: Path) -> Iterator[Yard]:
-    root = module_folder / "root"
+def root(module_folder: Path) -> Iterator[Path]:
+    """Where all cases save; judged when the daemons have ended."""
+    with judging(module_folder / "root") as root:
+        yield root
+
+
+@pytest.fixture(scope="module")
+def yard(root: Path, module_folder: Path, module_shm: Path) -> Iterator[Yard]:
     faults = [[case.fault for case in CASES if case.node == node] for node in (0, 1)]
     for number, pair in enumerate(PAIRS):
         for node in (0, 1):
@@ -201,8 +197,3 @@ def test_faults_on_both_nodes_in_one_save_have_one_end_and_the_next_save_commits
     check_root(root, yard.verified)
     assert f"step_{step + 1}" == os.readlink(root / "latest")
     assert 2 == len(os.listdir(yard.shm))
-
-
-def test_stock_torch_finds_in_each_of_these_checkpoints_the_state_of_its_step(yard: Yard) -> None:
-    """Runs last: it judges what the cases before have left."""
-    judge(yard.root, ["latest", *check_root(yard.root)])

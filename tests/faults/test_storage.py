@@ -25,15 +25,12 @@ from tests.faults.fleet import (
     Fired,
     Member,
     abandoning,
-    check_root,
     fired,
-    judge,
     members,
-    partials,
-    picture,
     until,
     warm_up,
 )
+from tests.faults.judging import check_root, judge, partials, picture
 from tests.integration.cluster import await_answer
 
 needs_mounts = pytest.mark.skipif(

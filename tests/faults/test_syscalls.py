@@ -15,19 +15,8 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-from tests.faults.fleet import (
-    SHORT_S,
-    Crew,
-    Member,
-    check_root,
-    judge,
-    log_lines,
-    members,
-    partials,
-    picture,
-    until,
-    warm_up,
-)
+from tests.faults.fleet import SHORT_S, Crew, Member, log_lines, members, until, warm_up
+from tests.faults.judging import check_root, judge, judging, partials, picture
 from tests.faults.syscalls import injecting, planner_of
 from tests.integration.tracing import needs_strace
 
@@ -41,10 +30,6 @@ class Yard(NamedTuple):
     places: dict[str, str]
     members: list[Member]
 
-    @property
-    def root(self) -> Path:
-        return self.folder / "root"
-
     def crew(self, root: Path, **options: Any) -> Crew:
         nodes = [member.node for member in self.members]
         return Crew(root, nodes, environment=self.places, **options)
@@ -54,9 +39,10 @@ class Yard(NamedTuple):
 
 
 class Station(NamedTuple):
-    """The yard, and ranks that save to its first root."""
+    """The yard, and ranks that save to one root."""
 
     yard: Yard
+    root: Path
     crew: Crew
     counts: list[int]
     """Of one number: how often `save` was called."""
@@ -67,7 +53,7 @@ class Station(NamedTuple):
 
     def next_dir(self, step: int) -> Path:
         """Return where the next save's files will lie."""
-        return self.yard.root / ".partial" / f"step_{step}.1-{self.counts[0] + 1}"
+        return self.root / ".partial" / f"step_{step}.1-{self.counts[0] + 1}"
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +65,16 @@ def yard(module_folder: Path, module_shm: Path) -> Iterator[Yard]:
 
 
 @pytest.fixture(scope="module")
-def station(yard: Yard) -> Iterator[Station]:
-    crew = yard.crew(yard.root)
-    made = Station(yard, crew, [0])
+def root(yard: Yard) -> Iterator[Path]:
+    """Where the cases of the station save; judged when its ranks have left."""
+    with judging(yard.folder / "root") as root:
+        yield root
+
+
+@pytest.fixture(scope="module")
+def station(yard: Yard, root: Path) -> Iterator[Station]:
+    crew = yard.crew(root)
+    made = Station(yard, root, crew, [0])
     assert ["committed"] * 2 == [told["phase"] for told in made.save(1)]
     yield made
     crew.dismiss()
@@ -124,7 +117,7 @@ CASES: Final = (
 def test_a_call_that_fails_ends_the_save_with_one_reason_and_the_next_one_commits(
     station: Station, number: int
 ) -> None:
-    case, step, root = CASES[number], 10 * (number + 1), station.yard.root
+    case, step, root = CASES[number], 10 * (number + 1), station.root
     daemons = station.yard.members
     before = root / os.readlink(root / "latest")
     seen = picture(before)
@@ -190,7 +183,7 @@ def test_what_fails_for_a_passing_reason_is_written_anew_and_the_save_commits(
     wanted = [("made", "__1_0.distcp"), ("synced", "__1_0.distcp")]
     assert wanted * (len(story) // 2) == story[: len(story) // 2 * 2]
     assert 2 <= len(story) // 2
-    assert f"step_{step}" in check_root(station.yard.root)
+    assert f"step_{step}" in check_root(station.root)
 
 
 def test_an_index_that_cannot_be_synced_for_a_passing_reason_is_built_again(
@@ -211,7 +204,7 @@ def test_an_index_that_cannot_be_synced_for_a_passing_reason_is_built_again(
         until(lambda: retries() > before, "the daemon asks its planner again")
         assert injection.has_struck()
     assert ["committed"] * 2 == [each["phase"] for each in station.crew.all("finish", step=step)]
-    assert f"step_{step}" in check_root(station.yard.root)
+    assert f"step_{step}" in check_root(station.root)
 
 
 class Unsynced(NamedTuple):
@@ -241,7 +234,7 @@ def test_a_root_that_cannot_be_synced_after_the_rename_is_asked_again_before_a_w
     """The rename has happened, so no rank may hear of a failure; nobody who cannot sync the root
     may hear of a commit.
     """
-    case, step, root = UNSYNCED[number], 1000 + 10 * number, station.yard.root
+    case, step, root = UNSYNCED[number], 1000 + 10 * number, station.root
     directory = station.next_dir(step)
     with injecting(
         [station.yard.members[0].pid], "fsync", case.what, log=station.yard.log(f"root-{number}"),
@@ -270,14 +263,6 @@ def test_a_root_that_cannot_be_synced_after_the_rename_is_asked_again_before_a_w
     until(lambda: not partials(root), f"nothing is left over, but there is {partials(root)}")
     assert {f"step_{step}", f"step_{step + 1}"} <= set(check_root(root))
     assert f"step_{step + 1}" == os.readlink(root / "latest")
-
-
-def test_stock_torch_finds_in_each_of_these_checkpoints_the_state_of_its_step(
-    station: Station,
-) -> None:
-    """Judges what the cases before have left."""
-    until(lambda: not partials(station.yard.root), "nothing is left over")
-    judge(station.yard.root, ["latest", *check_root(station.yard.root)])
 
 
 def test_a_directory_sync_that_hangs_ends_its_save_at_the_deadline_and_holds_up_no_other(

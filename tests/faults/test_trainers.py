@@ -20,16 +20,14 @@ from tests.faults.fleet import (
     Fired,
     Member,
     abandoning,
-    check_root,
     fired,
     is_stopped,
-    judge,
     log_lines,
     members,
-    partials,
     until,
     warm_up,
 )
+from tests.faults.judging import check_root, judge, partials
 from tests.integration.cluster import Node, await_answer, start_node
 
 

@@ -38,7 +38,6 @@ def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("workload", "world", "tensors"), [("large", 1, 64), ("small", 1, 55), ("ranks", 2, 48)]
@@ -71,7 +70,6 @@ def test_a_workload_is_measured_beside_torch_and_the_floors(
     assert not (tmp_path / "checkpoints").exists()
 
 
-@pytest.mark.slow
 def test_the_planner_is_measured(tmp_path: Path) -> None:
     ended = bench(
         tmp_path, "--folder", str(tmp_path / "plans"), "--size", "0.01", "--only", "planning"
@@ -174,7 +172,6 @@ def test_a_system_that_fails_is_quoted_by_its_errors_and_no_path() -> None:
     assert "b | c | d" == campaign._said("a\nb\nc\nd\n")
 
 
-@pytest.mark.slow
 def test_a_page_is_filled_from_the_results(tmp_path: Path) -> None:
     write_results(tmp_path / "results.json", synthetic())
     page = tmp_path / "page.md"

@@ -39,7 +39,6 @@ def _children_busy_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_demo_loses_a_trainer_resumes_and_ends_with_nothing_different(tmp_path: Path) -> None:
     began_s, busy_s, ours_s = time.monotonic(), _machine_busy_s(), _children_busy_s()
@@ -60,7 +59,6 @@ def test_demo_loses_a_trainer_resumes_and_ends_with_nothing_different(tmp_path: 
     assert took_s - max(0.0, others_s) / (os.cpu_count() or 1) < 120
 
 
-@pytest.mark.slow
 def test_an_interrupted_demo_ends_every_process_it_started(tmp_path: Path) -> None:
     demo = subprocess.Popen(DEMO, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert demo.stdout is not None

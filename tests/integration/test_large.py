@@ -19,7 +19,7 @@ LARGE_BYTES = (4 << 30) + (3 << 20)
 PIECE = 1 << 25
 """Elements of 8 bytes that are compared at once."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 def save_large(rank: Rank) -> str:

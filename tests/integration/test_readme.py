@@ -87,7 +87,6 @@ def _run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_blocks_of_a_page_run(page: str, folder: Path) -> None:

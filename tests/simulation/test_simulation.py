@@ -126,7 +126,6 @@ def test_what_should_be_seen_is_seen(swarm: tuple[list[Result], set[Row]]) -> No
     } - seen  # fmt: skip
 
 
-@pytest.mark.slow
 def test_two_hundred_and_fifty_six_nodes() -> None:
     assert rerun(1, 256).commits >= 2
 
@@ -211,7 +210,6 @@ def decide_early(preemption: Preemption, at_read: int) -> PreemptionDecided:
          "ends by Cause.*protocol", 0),
     ],
 )  # fmt: skip
-@pytest.mark.slow
 def test_a_fault_that_is_put_in_is_found(
     owner: Any,
     name: str,

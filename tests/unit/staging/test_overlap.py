@@ -392,7 +392,6 @@ def test_the_hook_is_there_once_for_all_and_goes_with_the_last() -> None:
     assert len(hooks) == before
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_step_waits_for_the_copy(bench: MakeBench, gated: GatedStreams) -> None:
     parameters = _model()
