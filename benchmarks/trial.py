@@ -34,7 +34,7 @@ from benchmarks.results import (
     Timeline,
 )
 from benchmarks.workloads import STEP_COPIES, Training
-from milepost.staging.stager import default_pinner
+from milepost.staging.pinning import default_pinner
 
 FLOOR_REPEATS: Final = 5
 WARM_STEPS: Final = 2

@@ -58,8 +58,7 @@ from milepost.reading.restore import (
 )
 from milepost.staging.selection import Optimizers, Selection
 from milepost.staging.slots import Slots
-from milepost.staging.stager import Staged as StagedImage
-from milepost.staging.stager import Stager
+from milepost.staging.stager import StagedImage, Stager
 from milepost.state.content import Content, ContentReader
 from milepost.state.items import Items
 from milepost.storage.claims import Ownership, check_ours, find_other, reading

@@ -15,14 +15,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
 from milepost.format.layout import SMALL_ALIGN_BYTES, align
-
-if TYPE_CHECKING:
-    from milepost.wire.offers import Box
+from milepost.staging.layouts import TensorColumns, tensor_views
 
 log = logging.getLogger(__name__)
 
@@ -43,52 +41,6 @@ GATHERED_ON: Final = frozenset({"cuda"})
 
 Copies: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Into what, and out of what; for one `torch._foreach_copy_`."""
-
-
-class LayoutColumns(Protocol):
-    """Where the tensors of a layout lie in an image, as `staging` has it."""
-
-    @property
-    def items(self) -> tuple[int, ...]: ...
-    @property
-    def dtypes(self) -> tuple[torch.dtype | None, ...]: ...
-    @property
-    def sizes(self) -> tuple[Box, ...]: ...
-    @property
-    def payloads_at(self) -> tuple[int, ...]: ...
-
-
-def views(
-    base: torch.Tensor,
-    dtypes: Sequence[torch.dtype | None],
-    sizes: Sequence[Box],
-    offsets: Sequence[int],
-) -> list[torch.Tensor | None]:
-    """Return contiguous tensors over some bytes; None for those without elements.
-
-    Args:
-        base: uint8, one dimension, aligned to 64 bytes, its length a multiple of every item's.
-        dtypes, sizes: of each tensor.
-        offsets: where each begins, in bytes from the start of `base`; a multiple of 64.
-    """
-    # Views made in inference mode could not be written to outside of it.
-    with torch.inference_mode(mode=False):
-        typed: dict[torch.dtype, torch.Tensor] = {}
-        made: list[torch.Tensor | None] = []
-        for dtype, size, at in zip(dtypes, sizes, offsets, strict=True):
-            assert dtype is not None
-            if 0 in size:
-                made.append(None)
-                continue
-            whole = typed.get(dtype)
-            if whole is None:
-                whole = typed[dtype] = base.view(dtype)
-            strides, step = [0] * len(size), 1
-            for dim in range(len(size) - 1, -1, -1):
-                strides[dim] = step
-                step *= size[dim]
-            made.append(whole.as_strided(size, strides, at // dtype.itemsize))
-        return made
 
 
 class _Stretch(NamedTuple):
@@ -117,7 +69,7 @@ class Gathering:
 
     def __init__(
         self,
-        layout: LayoutColumns,
+        layout: TensorColumns,
         positions: Sequence[int],
         image: torch.Tensor,
         device: torch.device,
@@ -135,7 +87,7 @@ class Gathering:
                 continue
             room -= nbytes
             chosen = positions[stretch.low : stretch.high]
-            made = views(
+            made = tensor_views(
                 twin,
                 [layout.dtypes[position] for position in chosen],
                 [layout.sizes[position] for position in chosen],
@@ -160,7 +112,7 @@ class Gathering:
         return [into[index] for index in self.alone], [out_of[index] for index in self.alone]
 
 
-def _stretches(layout: LayoutColumns, positions: Sequence[int]) -> Iterator[_Stretch]:
+def _stretches(layout: TensorColumns, positions: Sequence[int]) -> Iterator[_Stretch]:
     """Cut the tensors into stretches; what is too large, or has no neighbour, is one by itself."""
     lengths = [
         math.prod(size) * (0 if dtype is None else dtype.itemsize)

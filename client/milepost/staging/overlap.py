@@ -32,7 +32,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from milepost.concurrency.collector import collector_paused
 from milepost.errors import MilepostError, SaveFailed
-from milepost.staging.gathering import CHUNK_TENSORS, Copies, Gathering, LayoutColumns
+from milepost.staging.gathering import CHUNK_TENSORS, Copies, Gathering
+from milepost.staging.layouts import TensorColumns
 from milepost.staging.sampling import Sampler
 from milepost.staging.selection import Optimizers, Selection, Selector, Spans, stepped
 from milepost.staging.streams import Streams, default_streams
@@ -500,7 +501,7 @@ class Overlap:
         self,
         selection: Selection,
         items: Items,
-        layout: LayoutColumns,
+        layout: TensorColumns,
         targets: Sequence[torch.Tensor | None],
         image: memoryview,
     ) -> None:
@@ -518,7 +519,7 @@ class Overlap:
         selection: Selection,
         split: Split,
         items: Items,
-        layout: LayoutColumns,
+        layout: TensorColumns,
         targets: Sequence[torch.Tensor | None],
         image: memoryview,
         on_end: Callable[[MilepostError | None], None],
@@ -548,7 +549,7 @@ class Overlap:
         self,
         split: Split,
         items: Items,
-        layout: LayoutColumns,
+        layout: TensorColumns,
         targets: Sequence[torch.Tensor | None],
         image: memoryview,
     ) -> list[Part]:
@@ -588,7 +589,7 @@ class Overlap:
         return found
 
     def _set_kept(
-        self, part: Part, device: torch.device, layout: LayoutColumns, positions: tuple[int, ...]
+        self, part: Part, device: torch.device, layout: TensorColumns, positions: tuple[int, ...]
     ) -> None:
         """Give a part what is kept from save to save while the layout stays."""
         made_for = (positions, layout.sizes, layout.dtypes, layout.payloads_at)
@@ -636,7 +637,7 @@ class Overlap:
         self._executor.shutdown(wait=False)
 
 
-def _sampler(layout: LayoutColumns, positions: Iterable[int], *, by_address: bool) -> Sampler:
+def _sampler(layout: TensorColumns, positions: Iterable[int], *, by_address: bool) -> Sampler:
     chosen = list(positions)
     return Sampler(
         [layout.sizes[position] for position in chosen],

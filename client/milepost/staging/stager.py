@@ -1,13 +1,10 @@
 """Staging: one rank's arenas, and the one pass of copies that fills an image.
 
-Owns the making and replacing of arenas as layouts change, the containers around the payloads, the
-views that the copies go to, and pinning. It must not know of daemons, plans or checkpoints: which
-items to stage comes from the caller, and so does the choice of a slot. Nothing of the state is kept
-between saves: a layout holds shapes and dtypes, never a tensor or an address of the trainer's.
+Owns the making and replacing of arenas as layouts change. It must not know of daemons, plans or
+checkpoints: the caller says which items to stage, and into which slot. Nothing of the state is kept
+between saves.
 
 One thread at a time uses a `Stager`, except that `fault_in` may run beside the others.
-
-Sources: torch/serialization.py (2.13), cudaHostRegister in the CUDA runtime's manual.
 """
 
 from __future__ import annotations
@@ -15,20 +12,12 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import torch
 
-from milepost.dcp_format import container
-from milepost.errors import Rejected, SaveFailed
-from milepost.format.layout import (
-    PAGE_BYTES,
-    SMALL_ALIGN_BYTES,
-    TableRow,
-    align,
-    pack_table,
-    place,
-)
+from milepost.errors import Rejected
+from milepost.format.layout import PAGE_BYTES, SMALL_ALIGN_BYTES, align
 from milepost.memory.arena import (
     Arena,
     Slot,
@@ -38,9 +27,16 @@ from milepost.memory.arena import (
     find_arenas,
     record_bytes,
 )
-from milepost.staging.gathering import GATHERED_ON, Copies, Gathering, views
+from milepost.staging.gathering import GATHERED_ON, Copies, Gathering
+from milepost.staging.layouts import (
+    ImageLayout,
+    check_fits,
+    make_layout,
+    payload_views,
+    write_containers,
+)
+from milepost.staging.pinning import Pinner, default_pinner
 from milepost.state.items import serialise_objects
-from milepost.wire.offers import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
@@ -48,175 +44,31 @@ if TYPE_CHECKING:
 
     from milepost.state.items import Items
     from milepost.wire.messages import SaveRef
-    from milepost.wire.offers import Box
 
 log = logging.getLogger(__name__)
 
 OBJECTS_SPARE_BYTES: Final = 64 << 10
-"""Least room for objects to grow in an image; beside it, a quarter of their length. An image that
-is too short costs a new arena, with all its first touches."""
+"""Room in an image for its objects to grow, at least; a quarter of their length if that is more. An
+image that is too short costs a new arena, with all its first touches."""
 
-
-# --- pinning ------------------------------------------------------------------------------------
-
-
-class Pinner(Protocol):
-    """Makes host memory fit for fast copies from a device."""
-
-    def register(self, address: int, nbytes: int) -> str:
-        """Pin a range that is not pinned; return "" or why it could not be done."""
-
-    def unregister(self, address: int) -> None:
-        """Unpin a range by its start."""
-
-
-class NoPinner:
-    """For machines without a device: nothing is pinned, and nothing needs to be."""
-
-    def register(self, address: int, nbytes: int) -> str:
-        return ""
-
-    def unregister(self, address: int) -> None:
-        pass
-
-
-class CudaPinner:
-    """Pins with `cudaHostRegister`, in the context of the current device."""
-
-    def _runtime(self) -> Any:
-        return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-    def register(self, address: int, nbytes: int) -> str:
-        result = self._runtime().cudaHostRegister(address, nbytes, 0)
-        return "" if int(result) == 0 else f"cudaHostRegister: {result}"
-
-    def unregister(self, address: int) -> None:
-        self._runtime().cudaHostUnregister(address)
-
-
-def default_pinner() -> Pinner:
-    """Return what fits this machine."""
-    return CudaPinner() if torch.cuda.is_available() else NoPinner()
-
-
-# --- layouts and generations --------------------------------------------------------------------
-
-
-class _Tensors(NamedTuple):
-    """The tensors of a layout, as columns in the order in which they lie in the image."""
-
-    items: tuple[int, ...]
-    dtypes: tuple[torch.dtype | None, ...]
-    sizes: tuple[Box, ...]
-    payloads_at: tuple[int, ...]
-
-
-class Layout(NamedTuple):
-    """Where everything lies in a rank's images. `objects` are the items to serialise, ascending."""
-
-    layout_id: str
-    table: bytes
-    tensors: _Tensors
-    containers: tuple[tuple[int, container.Template], ...]
-    """Offset in the image and form of each tensor's container."""
-    objects: tuple[int, ...]
-    objects_at: int
-
-
-def make_layout(items: Items, assigned: Sequence[int], layout_id: str) -> Layout:
-    """Lay the assigned items out; `assigned` is ascending. Pure; cost about 3 us an item."""
-    chosen = [item for item in assigned if items.kinds[item] != Kind.OBJECT]
-    templates = []
-    for item in chosen:
-        dtype = items.dtypes[item]
-        assert dtype is not None
-        templates.append(container.template(tuple(items.sizes[item]), dtype))
-    placement = place([template.total_bytes for template in templates])
-    rows = [
-        TableRow(
-            item,
-            at,
-            template.total_bytes,
-            at + template.payload_at,
-            template.payload_bytes,
-            at + template.crc_at,
-            at + template.central_crc_at,
-        )
-        for item, at, template in zip(chosen, placement.offsets, templates, strict=True)
-    ]
-    tensors = _Tensors(
-        tuple(chosen),
-        tuple(items.dtypes[item] for item in chosen),
-        tuple(tuple(items.sizes[item]) for item in chosen),
-        tuple(row.payload_at for row in rows),
-    )
-    return Layout(
-        layout_id,
-        pack_table(rows),
-        tensors,
-        tuple(zip(placement.offsets, templates, strict=True)),
-        tuple(item for item in assigned if items.kinds[item] == Kind.OBJECT),
-        placement.objects_at,
-    )
+ObjectPlaces: TypeAlias = tuple[tuple[int, int, int], ...]
+"""(item, offset in the image, length) of each serialised object."""
 
 
 def _serialised(
-    items: Items, layout: Layout, objects: Mapping[int, bytes] | None
+    items: Items, layout: ImageLayout, objects: Mapping[int, bytes] | None
 ) -> Mapping[int, bytes]:
-    """Return the layout's objects serialised, those given as they are."""
+    """Return the layout's objects serialised; those in `objects` are already."""
     known = objects or {}
     missing = [item for item in layout.objects if item not in known]
     return {**known, **serialise_objects(items, missing)} if missing else known
 
 
-def _check(layout: Layout, items: Items) -> None:
-    """Refuse items that are not those the layout was made for: a copy would broadcast or convert.
-
-    Raises SaveFailed("structure-changed").
-    """
-    tensors, sizes, dtypes, kinds = layout.tensors, items.sizes, items.dtypes, items.kinds
-    hint = "offer the new structure before staging it"
-    last = max(tensors.items[-1:] + layout.objects[-1:], default=-1)
-    if last >= len(items):
-        raise SaveFailed(
-            "structure-changed",
-            f"layout {layout.layout_id} places item {last} of a state that has {len(items)}",
-            hint,
-        )
-    # A column at a time, since this is asked in every save; which one differs, only if one does.
-    is_same = tensors.sizes == tuple([sizes[item] for item in tensors.items]) and (
-        tensors.dtypes == tuple([dtypes[item] for item in tensors.items])
-    )
-    differing = () if is_same else zip(tensors.items, tensors.sizes, tensors.dtypes, strict=True)
-    for item, size, dtype in differing:
-        if sizes[item] != size or dtypes[item] is not dtype:
-            raise SaveFailed(
-                "structure-changed",
-                f"{items.keys[item]!r} is {dtypes[item]} {tuple(sizes[item])} where layout "
-                f"{layout.layout_id} has {dtype} {tuple(size)}",
-                hint,
-            )
-    for item in layout.objects:
-        if kinds[item] != Kind.OBJECT:
-            raise SaveFailed(
-                "structure-changed",
-                f"{items.keys[item]!r} is a tensor where layout {layout.layout_id} has an object",
-                hint,
-            )
-
-
-def _targets(image: memoryview, tensors: _Tensors) -> list[torch.Tensor | None]:
-    """Return a view of the image for each tensor's payload; None where there is nothing to copy."""
-    if not len(image):
-        return [None] * len(tensors.items)
-    base = torch.frombuffer(image, dtype=torch.uint8)
-    return views(base, tensors.dtypes, tensors.sizes, tensors.payloads_at)
-
-
 class _Pairs(NamedTuple):
-    """Tensors of one device and where they go, by position in the layout."""
+    """Tensors of one device, and where each goes."""
 
     positions: list[int]
+    """In the layout."""
     into: list[torch.Tensor]
     out_of: list[torch.Tensor]
 
@@ -224,7 +76,7 @@ class _Pairs(NamedTuple):
 def _by_device(
     items: Items, chosen: Sequence[int], positions: list[int]
 ) -> dict[torch.device, list[int]]:
-    """Divide positions of a layout by where their tensors are, host memory last."""
+    """Group positions of a layout by the device that holds their tensors, host memory last."""
     devices, host = items.devices, torch.device("cpu")
     if not positions or set(devices) <= {"cpu", ""}:
         return {host: positions} if positions else {}
@@ -241,42 +93,42 @@ def _by_device(
 
 @dataclass(eq=False)
 class _Generation:
-    """One arena with the views into it."""
+    """One arena with its layout, and the views into it."""
 
     arena: Arena
-    layout: Layout
+    layout: ImageLayout
     targets: list[list[torch.Tensor | None]] = field(default_factory=list)
     """Per slot, a view for each tensor of the layout."""
     gatherings: dict[torch.device, tuple[list[int], Gathering]] = field(default_factory=dict)
-    """By device: the positions it was made for, and how they get into an image."""
+    """By device: the positions that a gathering was made for, and the gathering."""
     pinned_at: int = 0
     """Address of the pinned range; 0: none."""
     is_faulted_in: bool = False
 
+    @property
+    def is_free(self) -> bool:
+        """Whether no image in it is needed."""
+        return all(slot.state is SlotState.FREE for slot in self.arena.slots)
+
     def close(self, pinner: Pinner, *, unlink: bool) -> None:
-        """Unpin, then unmap and perhaps remove. The views go first: each holds the mapping's
-        buffer.
-        """
+        """Unpin and unmap the arena, and remove its file if asked to."""
         if self.pinned_at:
             pinner.unregister(self.pinned_at)
             self.pinned_at = 0
-        self.targets.clear()
-        if unlink and _is_free(self):
+        self.targets.clear()  # Each view keeps the memory mapped.
+        if unlink and self.is_free:
             self.arena.free()
         self.arena.close()
         if unlink:
             self.arena.unlink()
 
 
-def _is_free(generation: _Generation) -> bool:
-    return all(slot.state is SlotState.FREE for slot in generation.arena.slots)
-
-
-class Staged(NamedTuple):
-    """A complete image. `slot` is the one used: another than asked for if the arena had to grow."""
+class StagedImage(NamedTuple):
+    """A complete image."""
 
     arena: Path
     slot: Slot
+    """The one used: another than asked for if the arena had to grow."""
     record: SlotRecord
 
 
@@ -286,7 +138,7 @@ class Stager:
     Args:
         job, attempt, rank: name the arenas' files.
         slots: images an arena holds.
-        pinner: None for what fits this machine.
+        pinner: None for the one that fits this machine.
         gathered_on: kinds of device on which small tensors are gathered before they are copied.
     """
 
@@ -317,7 +169,7 @@ class Stager:
         return "" if self._current is None else self._current.layout.layout_id
 
     @property
-    def layout(self) -> Layout | None:
+    def layout(self) -> ImageLayout | None:
         """The layout that is in force."""
         return None if self._current is None else self._current.layout
 
@@ -332,7 +184,7 @@ class Stager:
         return tuple(each.arena.path for each in self._all())
 
     def free_slots(self) -> list[Slot]:
-        """Return the free slots of the layout in force, and let go of arenas no longer needed."""
+        """Return the free slots of the layout in force. Removes arenas that are not needed."""
         self._drop_retired()
         return [slot for slot in self.slots if slot.state is SlotState.FREE]
 
@@ -347,12 +199,18 @@ class Stager:
         """Put a layout in force: make its arena, and write everything but the payloads into it.
 
         Does nothing if the layout is in force already. The old arena stays until its slots are
-        free. `objects` are serialised objects by item, to know how much room they take; those not
-        in it are serialised here. Once a layout: what a save needs on top is one `stage`.
+        free. Each save then needs one `stage`.
+
+        Args:
+            items: of the state.
+            assigned: the items to stage, ascending.
+            layout_id: the layout's name.
+            objects: serialised objects by item, from which their room follows; what is missing is
+                serialised here.
 
         Raises:
-            Rejected: "shm-too-small"; the old layout stays in force, unless its arena was given
-                up for the new one and there was no room all the same.
+            Rejected: "shm-too-small". The old layout stays in force, unless its arena was removed
+                to make room and there still was not enough.
             UsageError: "unpicklable".
         """
         if self.layout_id == layout_id:
@@ -362,13 +220,13 @@ class Stager:
         self._put_in_force(layout, [len(blobs[item]) for item in layout.objects])
 
     def renew(self) -> None:
-        """Have the next `lay_out` make a new arena; the present one goes when its slots are."""
+        """Have the next `lay_out` make a new arena; this one goes once its slots are free."""
         if self._current is not None:
             self._retired.append(self._current)
             self._current = None
 
     def fault_in(self) -> None:
-        """Map every page of the arena in force and pin it, once; later saves are as cheap as any.
+        """Map every page of the arena in force and pin it, once, so that the first save is cheap.
 
         May run in a thread of its own; wait for it before `close`.
         """
@@ -385,12 +243,12 @@ class Stager:
         items: Items,
         *,
         objects: Mapping[int, bytes] | None = None,
-    ) -> Staged:
+    ) -> StagedImage:
         """Fill the slot with this save's values and seal it; on return the state may change.
 
-        Objects first, then one pass of copies; on return all device copies have ended. If the
-        objects do not fit, the arena is replaced by a larger one and one of its slots is used; the
-        slot that was passed stays free. `objects` are those already serialised for this save.
+        Objects first, then one pass of copies; on return all copies from devices have ended. If the
+        objects do not fit, a larger arena replaces this one, and one of its slots is used; the slot
+        that was passed stays free. `objects` are those already serialised for this save.
 
         Raises:
             UsageError: "unpicklable"; the slot stays free.
@@ -399,8 +257,8 @@ class Stager:
         """
         slot, placed = self.begin(slot, items, objects=objects)
         try:
-            assert self._current is not None
-            self.copy(slot, items, range(len(self._current.layout.tensors.items)))
+            layout = self._generation_of(slot).layout
+            self.copy(slot, items, range(len(layout.tensors.items)))
             return self.seal(slot, save, placed)
         except BaseException:
             slot.release()
@@ -408,17 +266,15 @@ class Stager:
 
     def begin(
         self, slot: Slot, items: Items, *, objects: Mapping[int, bytes] | None = None
-    ) -> tuple[Slot, tuple[tuple[int, int, int], ...]]:
-        """Start an image: check it against the layout and write the objects.
+    ) -> tuple[Slot, ObjectPlaces]:
+        """Begin an image: check the items against the layout, and write the objects.
 
-        Returns the slot used (see `stage`) and where the objects lie, for `seal`. For callers that
-        copy in parts; `stage` does it all. Raises as `stage` does.
+        For callers that copy in parts: `begin`, `copy`, `seal`. Returns the slot used (see `stage`)
+        and where the objects lie. Raises as `stage` does.
         """
-        current = self._current
-        assert current is not None, "no layout is in force"
-        assert current.arena.slots[slot.index] is slot, "the slot is of another arena"
+        current = self._generation_of(slot)
         layout = current.layout
-        _check(layout, items)
+        check_fits(layout, items)
         blobs = _serialised(items, layout, objects)
         end = layout.objects_at
         placed = []
@@ -436,7 +292,7 @@ class Stager:
                 image[end:at] = bytes(at - end)
                 image[at : at + length] = blobs[item]
                 end = at + length
-            # The file ends on a page; what an earlier, longer image left there is not written out.
+            # The file ends on a page; overwrite what an earlier, longer image left there.
             image[end : align(end, PAGE_BYTES)] = bytes(align(end, PAGE_BYTES) - end)
         except BaseException:
             slot.release()
@@ -444,31 +300,26 @@ class Stager:
         return slot, tuple(placed)
 
     def targets(self, slot: Slot) -> Sequence[torch.Tensor | None]:
-        """Return where each tensor of the layout in force goes; None: it has no bytes.
+        """Return a view of the image for each tensor of the layout in force; None: it has no bytes.
 
-        These are views of the slot's image, and keep the arena mapped: drop them before `close`.
+        The views keep the arena mapped: drop them before `close`.
         """
-        current = self._current
-        assert current is not None
-        assert current.arena.slots[slot.index] is slot, "the slot is of another arena"
-        return current.targets[slot.index]
+        return self._generation_of(slot).targets[slot.index]
 
     def copy(self, slot: Slot, items: Items, positions: Sequence[int]) -> None:
         """Copy the tensors at these positions of the layout into the slot; on return all is there.
 
-        A position counts the layout's tensors from 0. Holds no GIL while it copies.
+        Holds no GIL while it copies.
         """
-        current = self._current
-        assert current is not None
-        assert current.arena.slots[slot.index] is slot, "the slot is of another arena"
+        current = self._generation_of(slot)
         targets, chosen = current.targets[slot.index], current.layout.tensors.items
         filled = [position for position in positions if targets[position] is not None]
         by_device = _by_device(items, chosen, filled)
         with torch.no_grad():
-            # The device's work is only given here, and goes on beside the copies of host memory,
-            # which come last.
+            # Copies from a device are only queued here, and run beside those of host memory, which
+            # come last.
             for device, found in by_device.items():
-                # In columns: there may be 10,000, and the trainer waits.
+                # A column at a time: there may be 10,000 tensors, and the trainer waits.
                 pairs = _Pairs(
                     found,
                     [target for position in found if (target := targets[position]) is not None],
@@ -486,7 +337,7 @@ class Stager:
     def _few_copies(
         self, current: _Generation, slot: Slot, device: torch.device, pairs: _Pairs
     ) -> Iterator[Copies]:
-        """Yield what to copy, in order: what is small in whole stretches, the rest as it is."""
+        """Yield the copies in order: small tensors in whole stretches, the others one by one."""
         image = torch.frombuffer(slot.image, dtype=torch.uint8)
         known = current.gatherings.get(device)
         if known is None or known[0] != pairs.positions:
@@ -497,10 +348,9 @@ class Stager:
         if gathering.alone:
             yield gathering.rest(pairs.into, pairs.out_of)
 
-    def seal(self, slot: Slot, save: SaveRef, placed: Sequence[tuple[int, int, int]]) -> Staged:
+    def seal(self, slot: Slot, save: SaveRef, placed: ObjectPlaces) -> StagedImage:
         """Declare the image complete. `placed` is what `begin` returned."""
-        current = self._current
-        assert current is not None
+        current = self._generation_of(slot)
         layout = current.layout
         end = layout.objects_at
         if placed:
@@ -514,14 +364,15 @@ class Stager:
             rank=self._rank,
             layout_id=layout.layout_id,
             image_bytes=end if layout.tensors.items or placed else 0,
-            objects=tuple(placed),
+            objects=placed,
         )
         slot.seal(record)
-        return Staged(current.arena.path, slot, record)
+        return StagedImage(current.arena.path, slot, record)
 
     def abandon(self) -> None:
-        """Let go of all arenas in whatever state they are, also of files that an interrupted call
-        has left, and go on with numbers that none of them has. Only once nobody reads an image.
+        """Remove all arenas in whatever state they are, also files that an interrupted call left.
+
+        New arenas get numbers that none of these has. Only once nobody reads an image.
         """
         for each in self._all():
             with suppress(Exception):
@@ -547,10 +398,17 @@ class Stager:
         self._current = None
         self._retired.clear()
 
+    def _generation_of(self, slot: Slot) -> _Generation:
+        """Return the arena in force, to which the slot must belong."""
+        current = self._current
+        assert current is not None, "no layout is in force"
+        assert current.arena.slots[slot.index] is slot, "the slot is of another arena"
+        return current
+
     def _all(self) -> list[_Generation]:
         return [*self._retired, *([] if self._current is None else [self._current])]
 
-    def _put_in_force(self, layout: Layout, object_bytes: Sequence[int]) -> _Generation:
+    def _put_in_force(self, layout: ImageLayout, object_bytes: Sequence[int]) -> _Generation:
         wanted = layout.objects_at
         if object_bytes:
             wanted += sum(align(length, SMALL_ALIGN_BYTES) for length in object_bytes)
@@ -559,28 +417,24 @@ class Stager:
         try:
             arena = self._make_arena(layout, wanted)
         except Rejected:
-            if self._current is None or not _is_free(self._current):
+            if self._current is None or not self._current.is_free:
                 raise
-            # Old and new together do not fit; nothing in the old one is needed.
+            # The old and the new one do not fit together, and nothing in the old one is needed.
             self.renew()
             self._drop_retired()
             arena = self._make_arena(layout, wanted)
         self._generation += 1
         current = _Generation(arena, layout)
         for slot in arena.slots:
-            for at, template in layout.containers:
-                payload_at = at + template.payload_at
-                slot.image[at:payload_at] = template.prefix
-                after = payload_at + template.payload_bytes
-                slot.image[after : after + len(template.suffix)] = template.suffix
-            current.targets.append(_targets(slot.image, layout.tensors))
+            write_containers(layout, slot.image)
+            current.targets.append(payload_views(layout, slot.image))
         if self._current is not None:
             self._retired.append(self._current)
         self._current = current
         self._drop_retired()
         return current
 
-    def _make_arena(self, layout: Layout, image_bytes: int) -> Arena:
+    def _make_arena(self, layout: ImageLayout, image_bytes: int) -> Arena:
         return Arena.create(
             arena_path(self._job, self._attempt, self._rank, self._generation),
             layout_id=layout.layout_id,
@@ -594,17 +448,17 @@ class Stager:
         """Unmap and remove earlier arenas whose slots are all free."""
         kept = []
         for each in self._retired:
-            if _is_free(each):
+            if each.is_free:
                 each.close(self._pinner, unlink=True)
             else:
                 kept.append(each)
         self._retired = kept
 
     def _pin(self, generation: _Generation) -> None:
-        """Pin all images as one range, once. A failure costs speed only, and is said once."""
+        """Pin all images as one range, once. A failure costs only speed, and is logged once."""
         slots = generation.arena.slots
         nbytes = generation.arena.image_bytes * len(slots)
-        # Registering a range without bytes is an error that shows in an unrelated later call.
+        # Registering a range without bytes is an error that a later, unrelated call reports.
         if not nbytes or generation.pinned_at:
             return
         first = torch.frombuffer(slots[0].image, dtype=torch.uint8).data_ptr()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from milepost.staging import gathering as under_test
-from milepost.staging.gathering import Gathering, views
+from milepost.staging.gathering import Gathering
+from milepost.staging.layouts import TensorColumns, tensor_views
 from milepost.state.flattening import flatten
 from milepost.state.items import _device_first, collect
 
@@ -21,20 +22,13 @@ GAP = 64
 """Between two payloads: stands for the bytes of their containers."""
 
 
-class Columns(NamedTuple):
-    items: tuple[int, ...]
-    dtypes: tuple[torch.dtype | None, ...]
-    sizes: tuple[tuple[int, ...], ...]
-    payloads_at: tuple[int, ...]
-
-
-def lay_out(tensors: Sequence[torch.Tensor]) -> tuple[Columns, torch.Tensor]:
+def lay_out(tensors: Sequence[torch.Tensor]) -> tuple[TensorColumns, torch.Tensor]:
     """Return where the tensors go, and an image with something in every byte."""
     ats, end = [], GAP
     for tensor in tensors:
         ats.append(end)
         end += -(-tensor.nbytes // 64) * 64 + GAP
-    columns = Columns(
+    columns = TensorColumns(
         tuple(range(len(tensors))),
         tuple(tensor.dtype for tensor in tensors),
         tuple(tuple(tensor.shape) for tensor in tensors),
@@ -44,12 +38,12 @@ def lay_out(tensors: Sequence[torch.Tensor]) -> tuple[Columns, torch.Tensor]:
 
 
 def copy(
-    made: Gathering, image: torch.Tensor, columns: Columns, positions: Sequence[int],
+    made: Gathering, image: torch.Tensor, columns: TensorColumns, positions: Sequence[int],
     tensors: Sequence[torch.Tensor],
 ) -> int:  # fmt: skip
     """Copy as the callers do; return with how many calls."""
     sources = [tensors[position] for position in positions]
-    into = views(image, columns.dtypes, columns.sizes, columns.payloads_at)
+    into = tensor_views(image, columns.dtypes, columns.sizes, columns.payloads_at)
     calls = 0
     for targets, out_of in made.gathered(image, sources):
         torch._foreach_copy_(targets, out_of)
@@ -73,7 +67,7 @@ def test_the_image_is_what_single_copies_make_of_it(data: st.DataObject) -> None
     full = [at for at, tensor in enumerate(tensors) if tensor.numel()]
     positions = [at for at in full if data.draw(st.integers(0, 4))]
     expected = image.clone()
-    into = views(expected, columns.dtypes, columns.sizes, columns.payloads_at)
+    into = tensor_views(expected, columns.dtypes, columns.sizes, columns.payloads_at)
     for position in positions:
         target = into[position]
         assert target is not None

@@ -21,8 +21,9 @@ from milepost.errors import MilepostError, UsageError
 from milepost.memory.arena import Slot
 from milepost.staging import overlap as under_test
 from milepost.staging.overlap import EARLY_MAX, Overlap, copy_with_one_thread
+from milepost.staging.pinning import NoPinner
 from milepost.staging.sampling import Sampler
-from milepost.staging.stager import NoPinner, Stager
+from milepost.staging.stager import Stager
 from milepost.staging.streams import HostStreams, Streams, default_streams
 from milepost.state.flattening import flatten
 from milepost.state.items import Items, collect, fingerprint

@@ -15,8 +15,9 @@ from milepost.errors import Rejected, SaveFailed
 from milepost.format.layout import unpack_table
 from milepost.memory.arena import Arena
 from milepost.staging import slots
+from milepost.staging.pinning import NoPinner
 from milepost.staging.slots import Slots
-from milepost.staging.stager import NoPinner, Staged, Stager
+from milepost.staging.stager import StagedImage, Stager
 from milepost.state.flattening import flatten
 from milepost.state.items import collect, fingerprint
 from milepost.wire.messages import SaveRef
@@ -39,7 +40,7 @@ class Bench:
         )  # fmt: skip
         self.count = 0
 
-    def save(self, size: int = 8, *, may_wait: bool = True) -> Staged:
+    def save(self, size: int = 8, *, may_wait: bool = True) -> StagedImage:
         """Stage a tensor of its own value, and let the daemon hold the slot."""
         self.count += 1
         items = collect(*flatten({"w": torch.full((size,), float(self.count))}))
@@ -53,7 +54,7 @@ class Bench:
         self.slots.hold(ref.save_id, staged.slot)
         return staged
 
-    def written(self, staged: Staged) -> None:
+    def written(self, staged: StagedImage) -> None:
         self.slots.free(staged.record.save_id)
 
 
@@ -63,7 +64,7 @@ def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def value_of(staged: Staged) -> float:
+def value_of(staged: StagedImage) -> float:
     reader = Arena.open(staged.arena)
     try:
         slot = reader.slots[staged.slot.index]

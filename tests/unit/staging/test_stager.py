@@ -27,11 +27,11 @@ from milepost.dcp_format.index import build_metadata, pickle_metadata
 from milepost.errors import Rejected, SaveFailed, UsageError
 from milepost.format.layout import PAGE_BYTES, SMALL_ALIGN_BYTES, align, unpack_table
 from milepost.memory.arena import Arena, SlotState
-from milepost.staging.stager import NoPinner, Staged, Stager, default_pinner, make_layout
+from milepost.staging.pinning import NoPinner, default_pinner
+from milepost.staging.stager import StagedImage, Stager
 from milepost.state.flattening import flatten
 from milepost.state.items import Items, collect, make_offer, serialise_objects
 from milepost.wire.messages import SaveRef
-from milepost.wire.offers import Kind
 
 SAVE = SaveRef(job="job", save_id="1-1", step=7, name="step_7")
 
@@ -92,14 +92,14 @@ def lay_out(stager: Stager, items: Items, layout_id: str = "layout") -> None:
     stager.lay_out(items, range(len(items)), layout_id)
 
 
-def saved(stager: Stager, state: dict[str, Any], layout_id: str = "layout") -> Staged:
+def saved(stager: Stager, state: dict[str, Any], layout_id: str = "layout") -> StagedImage:
     """Stage a state, all of it, into the first free slot."""
     items = items_of(state)
     lay_out(stager, items, layout_id)
     return stager.stage(stager.free_slots()[0], SAVE, items)
 
 
-def content(staged: Staged, items: Items) -> dict[str, Any]:
+def content(staged: StagedImage, items: Items) -> dict[str, Any]:
     """Read an image as another process would: the arena's file, its table, and torch.load."""
     arena = Arena.open(staged.arena)
     try:
@@ -415,19 +415,6 @@ def test_descriptors_and_maps_do_not_grow_with_saves_and_layouts(stager: MakeSta
     one.close()
     one.close()
     assert "milepost-" not in Path("/proc/self/maps").read_text()
-
-
-def test_rows_of_a_layout_say_where_torch_put_the_payload_and_its_crc() -> None:
-    items = items_of({"a": torch.ones(5), "o": 1, "b": torch.ones(300_000)})
-    layout = make_layout(items, [0, 1, 2], "layout")
-    first, second = unpack_table(layout.table)
-    template = container.template((5,), torch.float32)
-    assert (0, 0, template.total_bytes, template.payload_at, 20) == first[:5]
-    assert (template.crc_at, template.central_crc_at) == first[5:]
-    assert second.item == 2
-    assert second.blob_at % PAGE_BYTES == 0
-    assert layout.objects == (1,)
-    assert items.kinds[1] == Kind.OBJECT
 
 
 # --- stock torch as the judge -------------------------------------------------------------------

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from milepost.dcp_format.index import build_metadata, pickle_metadata
 from milepost.errors import SaveFailed, UsageError
-from milepost.staging.stager import NoPinner, Stager
+from milepost.staging.pinning import NoPinner
+from milepost.staging.stager import Stager
 from milepost.state.flattening import call_stateful
 from milepost.state.items import fingerprint
 from milepost.state.planners import (
