@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from milepost.wire.messages import Cause
-from milepostd.core.commands import AnyCommand, GiveUp, WriteImage
+from milepostd.core.commands import AnyCommand, GiveUp, SlowCommand, WriteImage
 from milepostd.core.events import (
     AnyEvent,
     Discarded,
@@ -38,7 +38,7 @@ from milepostd.core.events import (
 )
 from milepostd.core.invariants import broken_invariants
 from milepostd.core.node import Node
-from tests.unit.core.core_world import InFlight, SlowCommand, World, failed, save_ref
+from tests.unit.core.core_world import InFlight, World, failed, save_ref
 
 SAVE = save_ref(1)
 KEY = (SAVE.job, SAVE.save_id)

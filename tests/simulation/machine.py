@@ -25,9 +25,9 @@ from milepost.wire.messages import (
     Leave,
     NodeRef,
     PeerMessage,
-    PreemptionNoticed,
-    ReadsTold,
+    RankMessage,
     SaveRef,
+    SignalMessage,
     Staged,
     WrittenFile,
 )
@@ -70,7 +70,6 @@ from milepostd.core.events import (
     PublishFailed,
     RankJoined,
     RankLeft,
-    RankMessage,
     RankSaid,
     RankSignalled,
     Retained,
@@ -238,7 +237,7 @@ class Daemon(Life):
     def said(self, link: Link, message: RankMessage) -> None:
         link.to_daemon(RankSaid(session=link.number, message=message))
 
-    def signalled(self, link: Link, message: PreemptionNoticed | ReadsTold) -> None:
+    def signalled(self, link: Link, message: SignalMessage) -> None:
         link.to_daemon(RankSignalled(session=link.number, message=message))
 
     def left(self, link: Link) -> None:

@@ -404,20 +404,15 @@ class PreemptionDecided(Message, frozen=True):
     at_read: int
 
 
-ClientMessage: TypeAlias = (
-    Hello
-    | Join
-    | Offered
-    | Staged
-    | Skipped
-    | Unable
-    | AbortWanted
-    | Ping
-    | Leave
-    | PreemptionNoticed
-    | ReadsTold
-    | StatusWanted
-)
+RankMessage: TypeAlias = Offered | Staged | Skipped | Unable | AbortWanted
+"""What a joined rank says about a save."""
+
+SignalMessage: TypeAlias = PreemptionNoticed | ReadsTold
+"""What a joined rank says about signals."""
+
+ClientMessage: TypeAlias = Hello | Join | RankMessage | Ping | Leave | SignalMessage | StatusWanted
+"""Trainer to daemon."""
+
 DaemonMessage: TypeAlias = (
     Welcome
     | Refused
@@ -432,9 +427,18 @@ DaemonMessage: TypeAlias = (
     | Left
     | StatusIs
 )
-SaveMessage: TypeAlias = Gathered | Planned | Prepared | Fail | Outcome | WordWanted
+"""Daemon to trainer."""
+
+ParticipantMessage: TypeAlias = Gathered | Prepared | Fail | WordWanted
+"""What a participant tells the coordinator of a save."""
+
+CoordinatorMessage: TypeAlias = Planned | Outcome
+"""What the coordinator tells a participant of a save, besides `WordWanted`."""
+
+SaveMessage: TypeAlias = ParticipantMessage | CoordinatorMessage
 PreemptionMessage: TypeAlias = PreemptionSaid | PreemptionAsked | PreemptionDecided
 PeerMessage: TypeAlias = SaveMessage | PreemptionMessage
+"""Daemon to daemon."""
 
 
 class PeerEnvelope(msgspec.Struct, frozen=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
 from milepost.wire.messages import Cause
 
 NAMED_MAX: Final = 8
@@ -37,7 +39,7 @@ def placed(cause: Cause, node_id: str) -> Cause:
     """Return the cause with a node: that one, if it names none."""
     if cause.node:
         return cause
-    return Cause(cause.code, cause.message, cause.hint, node_id, cause.rank)
+    return msgspec.structs.replace(cause, node=node_id)
 
 
 def named(what: str, values: list[int] | list[str], total: int) -> str:

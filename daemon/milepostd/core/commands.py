@@ -216,21 +216,18 @@ class Halt(Command, frozen=True):
     reason: str
 
 
+SlowCommand: TypeAlias = (
+    WriteImage | WriteFragment | MakePlan | BuildIndex | Publish | GiveUp | Discard | Retain
+)
+"""Each ends in exactly one event."""
+
 AnyCommand: TypeAlias = (
     Reply
     | Send
     | MeetPeers
     | StartPlanner
     | WarmPlanner
-    | WriteImage
     | AbandonWrite
-    | WriteFragment
-    | MakePlan
-    | BuildIndex
-    | Publish
-    | GiveUp
-    | Discard
-    | Retain
     | KeepJournal
     | ForgetJournal
     | SweepArenas
@@ -239,4 +236,5 @@ AnyCommand: TypeAlias = (
     | ClearTimer
     | Log
     | Halt
+    | SlowCommand
 )

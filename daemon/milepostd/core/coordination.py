@@ -6,11 +6,15 @@ The node of rank 0 is the coordinator, besides taking part itself.
 
 from __future__ import annotations
 
+import msgspec
+
 from milepost.wire.messages import (
     Cause,
+    CoordinatorMessage,
     Fail,
     Gathered,
     Outcome,
+    ParticipantMessage,
     Planned,
     Prepared,
     RankLayout,
@@ -31,6 +35,7 @@ from milepostd.core.commands import (
     WarmPlanner,
 )
 from milepostd.core.events import (
+    CoordinatorEvent,
     IndexBuilt,
     IndexFailed,
     OutcomeFound,
@@ -111,9 +116,7 @@ class Coordination(Role):
 
     # --- what nodes say
 
-    def node_said(
-        self, node_id: str, message: Gathered | Prepared | Fail | WordWanted, now_ns: int
-    ) -> list[Command]:
+    def node_said(self, node_id: str, message: ParticipantMessage, now_ns: int) -> list[Command]:
         """Take a node's word; repeated words are answered again, and change nothing."""
         if self.outcome is not None:
             return self._send(node_id, self.outcome)
@@ -183,42 +186,6 @@ class Coordination(Role):
             return self._check_prepared()
         return []
 
-    def plan_made(self, event: PlanMade) -> list[Command]:
-        """Hand the layouts to the nodes whose ranks asked."""
-        enough = Trigger.PLAN_SUFFICES if self.save.is_plan_only else Trigger.PLAN_MADE
-        if not self.move(enough):
-            return []
-        self.planned = Planned(save=self.save, layouts=event.layouts, warnings=event.warnings)
-        self.layout_of = {layout.rank: layout for layout in event.layouts}
-        # Offers can be megabytes a rank, and have been answered.
-        self.gathered = {node_id: Gathered(save=self.save, reports=()) for node_id in self.gathered}
-        commands: list[Command] = [
-            Log(level="warning", event="plan.warned", save=self.save, cause=warning)
-            for warning in event.warnings
-        ]
-        commands.append(Log(level="info", event="plan.made", save=self.save))
-        commands.append(WarmPlanner())
-        for node_id in self.job.nodes:
-            commands += self._send_plan(node_id, self.planned)
-        if self.is_concluded:
-            self.gathered = {}
-            return commands + self.clear_timers("deadline", "ask")
-        return commands + self._check_prepared()
-
-    def plan_failed(self, event: PlanFailed, now_ns: int) -> list[Command]:
-        """The offers cannot become a checkpoint."""
-        return self.refuse(Fail(save=self.save, cause=event.cause), now_ns)
-
-    def _send_plan(self, node_id: str, planned: Planned) -> list[Command]:
-        layouts = tuple(
-            self.layout_of[rank] for rank in self.job.ranks_of[node_id] if rank in self.layout_of
-        )
-        if not layouts:
-            return []
-        return self._send(
-            node_id, Planned(save=self.save, layouts=layouts, warnings=planned.warnings)
-        )
-
     def _prepared(self, node_id: str, message: Prepared) -> list[Command]:
         self.prepared.setdefault(node_id, message)
         if node_id not in self.gathered:
@@ -246,20 +213,69 @@ class Coordination(Role):
             )
         ]
 
-    def index_built(self, event: IndexBuilt) -> list[Command]:
+    # --- what its own commands came to
+
+    def handle(self, event: CoordinatorEvent, now_ns: int) -> list[Command]:
+        """Take the completion of a command."""
+        match event:
+            case PlanMade():
+                return self._plan_made(event)
+            case IndexBuilt():
+                return self._index_built(event)
+            case Published():
+                return self._published(event, now_ns)
+            case PublishFailed():
+                return self._publish_failed(event, now_ns)
+            case PlanFailed():
+                return self.refuse(Fail(save=self.save, cause=event.cause), now_ns)
+            case IndexFailed():
+                # The planner's process does not know on which node it runs.
+                cause = placed(event.cause, self.node_id)
+                return self.refuse(Fail(save=self.save, cause=cause), now_ns)
+            case OutcomeFound():
+                return self._outcome_found(event, now_ns)
+
+    def _plan_made(self, event: PlanMade) -> list[Command]:
+        """Hand the layouts to the nodes whose ranks asked."""
+        enough = Trigger.PLAN_SUFFICES if self.save.is_plan_only else Trigger.PLAN_MADE
+        if not self.move(enough):
+            return []
+        self.planned = Planned(save=self.save, layouts=event.layouts, warnings=event.warnings)
+        self.layout_of = {layout.rank: layout for layout in event.layouts}
+        # Offers can be megabytes a rank, and have been answered.
+        self.gathered = {
+            node_id: msgspec.structs.replace(gathered, reports=())
+            for node_id, gathered in self.gathered.items()
+        }
+        commands: list[Command] = [
+            Log(level="warning", event="plan.warned", save=self.save, cause=warning)
+            for warning in event.warnings
+        ]
+        commands.append(Log(level="info", event="plan.made", save=self.save))
+        commands.append(WarmPlanner())
+        for node_id in self.job.nodes:
+            commands += self._send_plan(node_id, self.planned)
+        if self.is_concluded:
+            self.gathered = {}
+            return commands + self.clear_timers("deadline", "ask")
+        return commands + self._check_prepared()
+
+    def _send_plan(self, node_id: str, planned: Planned) -> list[Command]:
+        layouts = tuple(
+            self.layout_of[rank] for rank in self.job.ranks_of[node_id] if rank in self.layout_of
+        )
+        if not layouts:
+            return []
+        return self._send(node_id, msgspec.structs.replace(planned, layouts=layouts))
+
+    def _index_built(self, event: IndexBuilt) -> list[Command]:
         """`.metadata` is durable where nobody sees it yet: publish."""
         if not self.move(Trigger.INDEX_BUILT):
             return []
         self.checkpoint_bytes = event.checkpoint_bytes
         return [Publish(save=self.save, root=self.job.root, until_ns=self.deadline_at_ns())]
 
-    def index_failed(self, event: IndexFailed, now_ns: int) -> list[Command]:
-        """The files do not make a whole."""
-        # The planner's process does not know on which node it runs.
-        cause = placed(event.cause, self.node_id)
-        return self.refuse(Fail(save=self.save, cause=cause), now_ns)
-
-    def published(self, event: Published, now_ns: int) -> list[Command]:
+    def _published(self, event: Published, now_ns: int) -> list[Command]:
         """It is a checkpoint: tell everybody."""
         if not self.move(Trigger.PUBLISHED):
             return []
@@ -274,10 +290,35 @@ class Coordination(Role):
             now_ns,
         )
 
-    def publish_failed(self, event: PublishFailed, now_ns: int) -> list[Command]:
+    def _publish_failed(self, event: PublishFailed, now_ns: int) -> list[Command]:
         """The rename did not happen, or is not known to have: the directory decides."""
         self.may_take_effect = event.cause.code not in REFUSALS
         return self.refuse(Fail(save=self.save, cause=event.cause), now_ns)
+
+    def _outcome_found(self, event: OutcomeFound, now_ns: int) -> list[Command]:
+        """GiveUp has ended: now the outcome is certain, or certain to be unknown."""
+        if not self.move(Trigger.OUTCOME_FOUND):
+            return []
+        assert self.failure is not None
+        if event.outcome == "committed":
+            outcome = Outcome(
+                save=self.save,
+                outcome="committed",
+                path=event.path,
+                checkpoint_bytes=self.checkpoint_bytes,
+            )
+        elif event.outcome == "aborted":
+            outcome = Outcome(
+                save=self.save,
+                outcome="skipped" if self.failure.skip else "failed",
+                cause=self.failure.cause,
+                layout_valid=self.failure.cause.code not in PLAN_VOIDING,
+            )
+        else:
+            outcome = Outcome(
+                save=self.save, outcome="outcome-unknown", cause=self.failure.cause,
+            )  # fmt: skip
+        return self._conclude(outcome, now_ns)
 
     # --- failures and time
 
@@ -313,31 +354,6 @@ class Coordination(Role):
         )
         return self.refuse(Fail(save=self.save, cause=cause), now_ns)
 
-    def outcome_found(self, event: OutcomeFound, now_ns: int) -> list[Command]:
-        """GiveUp has ended: now the outcome is certain, or certain to be unknown."""
-        if not self.move(Trigger.OUTCOME_FOUND):
-            return []
-        assert self.failure is not None
-        if event.outcome == "committed":
-            outcome = Outcome(
-                save=self.save,
-                outcome="committed",
-                path=event.path,
-                checkpoint_bytes=self.checkpoint_bytes,
-            )
-        elif event.outcome == "aborted":
-            outcome = Outcome(
-                save=self.save,
-                outcome="skipped" if self.failure.skip else "failed",
-                cause=self.failure.cause,
-                layout_valid=self.failure.cause.code not in PLAN_VOIDING,
-            )
-        else:
-            outcome = Outcome(
-                save=self.save, outcome="outcome-unknown", cause=self.failure.cause,
-            )  # fmt: skip
-        return self._conclude(outcome, now_ns)
-
     def _conclude(self, outcome: Outcome, now_ns: int) -> list[Command]:
         self.outcome = outcome
         self.gathered = {}
@@ -349,7 +365,7 @@ class Coordination(Role):
             commands += self._send(node_id, outcome)
         return commands
 
-    def _send(self, node_id: str, message: Planned | Outcome) -> list[Command]:
+    def _send(self, node_id: str, message: CoordinatorMessage) -> list[Command]:
         return [Send(node=self.job.nodes[node_id], message=message)]
 
     def _silent_nodes(self) -> list[str]:

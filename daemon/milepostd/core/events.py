@@ -11,24 +11,17 @@ from typing import TypeAlias
 import msgspec
 
 from milepost.wire.messages import (
-    AbortWanted,
     Cause,
     Join,
     Leave,
-    Offered,
     PeerMessage,
-    PreemptionNoticed,
     RankLayout,
-    ReadsTold,
+    RankMessage,
     SaveRef,
-    Skipped,
+    SignalMessage,
     Staged,
-    Unable,
     WrittenFile,
 )
-
-RankMessage: TypeAlias = Offered | Staged | Skipped | Unable | AbortWanted
-"""What a joined rank says about a save."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -76,7 +69,7 @@ class RankSignalled(Event, frozen=True):
     """A joined session was told to go, or says how often it has asked whether anybody was."""
 
     session: int
-    message: PreemptionNoticed | ReadsTold
+    message: SignalMessage
 
 
 class RankLeft(Event, frozen=True):
@@ -223,6 +216,18 @@ class StopRequested(Event, frozen=True):
     """
 
 
+ParticipantEvent: TypeAlias = (
+    BytesWritten | FileDurable | FileFailed | FragmentDurable | FragmentFailed | OutcomeFound
+)
+"""What a save's participant is told."""
+
+CoordinatorEvent: TypeAlias = (
+    PlanMade | PlanFailed | IndexBuilt | IndexFailed | Published | PublishFailed | OutcomeFound
+)
+"""What a save's coordinator is told."""
+
+SaveEvent: TypeAlias = ParticipantEvent | CoordinatorEvent
+
 AnyEvent: TypeAlias = (
     Started
     | JobRecalled
@@ -233,18 +238,7 @@ AnyEvent: TypeAlias = (
     | RankLeft
     | SessionLost
     | PeerSaid
-    | BytesWritten
-    | FileDurable
-    | FileFailed
-    | FragmentDurable
-    | FragmentFailed
-    | PlanMade
-    | PlanFailed
-    | IndexBuilt
-    | IndexFailed
-    | Published
-    | PublishFailed
-    | OutcomeFound
+    | SaveEvent
     | Retained
     | Discarded
     | TimerFired

@@ -16,19 +16,17 @@ import msgspec
 from milepost.wire.messages import (
     Cause,
     Concluded,
+    CoordinatorMessage,
     Fail,
     Join,
     Joined,
     Keep,
     Left,
     NodeRef,
-    Outcome,
     PeerMessage,
     Planned,
-    PreemptionAsked,
-    PreemptionDecided,
     PreemptionMessage,
-    PreemptionSaid,
+    RankMessage,
     ReadsTold,
     Refused,
     SaveMessage,
@@ -58,27 +56,17 @@ from milepostd.core.coordination import Coordination
 from milepostd.core.early import EarlyMessages
 from milepostd.core.events import (
     AnyEvent,
-    BytesWritten,
+    CoordinatorEvent,
     Discarded,
-    FileDurable,
-    FileFailed,
-    FragmentDurable,
-    FragmentFailed,
-    IndexBuilt,
-    IndexFailed,
     JobRecalled,
-    OutcomeFound,
+    ParticipantEvent,
     PeerSaid,
-    PlanFailed,
-    PlanMade,
-    Published,
-    PublishFailed,
     RankJoined,
     RankLeft,
-    RankMessage,
     RankSaid,
     RankSignalled,
     Retained,
+    SaveEvent,
     SessionLost,
     SessionOpened,
     Started,
@@ -579,25 +567,21 @@ class Node:
 
     def _peer_said(self, node_id: str, message: PeerMessage, now_ns: int) -> list[Command]:
         self.peer_heard_at_ns[node_id] = now_ns
-        if isinstance(message, PreemptionSaid | PreemptionAsked | PreemptionDecided):
+        if isinstance(message, PreemptionMessage):
             return self._preemption_heard(node_id, message, now_ns)
         attempt, _ = save_order(message.save)
         if save_order(message.save) == NO_ORDER:
             return [self._stray(node_id, message)]
         job = self.jobs.get(message.save.job)
         key = (message.save.job, message.save.save_id)
-        if isinstance(message, Planned | Outcome):
+        if isinstance(message, CoordinatorMessage):
             participation = self.participations.get(key)
             if participation is None:
                 return self._outcome_unasked(node_id, message, now_ns)
             if node_id != participation.job.coordinator.node_id:
                 return [self._stray(node_id, message)]
             was_concluded = participation.is_concluded
-            commands = (
-                participation.planned(message)
-                if isinstance(message, Planned)
-                else participation.heard_outcome(message, now_ns)
-            )
+            commands = participation.coordinator_said(message, now_ns)
             return commands + self._after_participation(participation, was_concluded)
         if isinstance(message, WordWanted) and job is not None and not job.is_coordinator:
             return self._word_wanted(node_id, message, now_ns)
@@ -626,7 +610,7 @@ class Node:
         return commands + self._after_coordination(coordination, was_concluded)
 
     def _outcome_unasked(
-        self, node_id: str, message: Planned | Outcome, now_ns: int
+        self, node_id: str, message: CoordinatorMessage, now_ns: int
     ) -> list[Command]:
         """A verdict about a save that no local rank has spoken of yet: keep it for when one
         does.
@@ -641,7 +625,7 @@ class Node:
             return [self._stray(node_id, message)]
         participation = Participation(job, message.save, self.node_id, now_ns)
         self.participations[(job.job, message.save.save_id)] = participation
-        commands = participation.heard_outcome(message, now_ns)
+        commands = participation.coordinator_said(message, now_ns)
         return commands + self._after_participation(participation, was_concluded=False)
 
     def _word_wanted(self, node_id: str, message: WordWanted, now_ns: int) -> list[Command]:
@@ -683,63 +667,18 @@ class Node:
 
     # --- completions and time
 
-    def _save_moved(
-        self,
-        event: BytesWritten
-        | FileDurable
-        | FileFailed
-        | FragmentDurable
-        | FragmentFailed
-        | PlanMade
-        | PlanFailed
-        | IndexBuilt
-        | IndexFailed
-        | Published
-        | PublishFailed
-        | OutcomeFound,
-        now_ns: int,
-    ) -> list[Command]:
+    def _save_moved(self, event: SaveEvent, now_ns: int) -> list[Command]:
         key = (event.save.job, event.save.save_id)
         commands: list[Command] = []
         participation = self.participations.get(key)
-        if participation is not None:
+        if participation is not None and isinstance(event, ParticipantEvent):
             was_concluded = participation.is_concluded
-            match event:
-                case BytesWritten():
-                    return participation.bytes_moved(event)
-                case FileDurable():
-                    commands += participation.file_durable(event, now_ns)
-                case FileFailed():
-                    commands += participation.file_failed(event, now_ns)
-                case FragmentDurable():
-                    commands += participation.fragment_durable(event, now_ns)
-                case FragmentFailed():
-                    commands += participation.fragment_failed(event, now_ns)
-                case OutcomeFound():
-                    commands += participation.outcome_found(event, now_ns)
-                case _:
-                    pass
+            commands += participation.handle(event, now_ns)
             commands += self._after_participation(participation, was_concluded)
         coordination = self.coordinations.get(key)
-        if coordination is not None:
+        if coordination is not None and isinstance(event, CoordinatorEvent):
             was_concluded = coordination.is_concluded
-            match event:
-                case PlanMade():
-                    commands += coordination.plan_made(event)
-                case PlanFailed():
-                    commands += coordination.plan_failed(event, now_ns)
-                case IndexBuilt():
-                    commands += coordination.index_built(event)
-                case IndexFailed():
-                    commands += coordination.index_failed(event, now_ns)
-                case Published():
-                    commands += coordination.published(event, now_ns)
-                case PublishFailed():
-                    commands += coordination.publish_failed(event, now_ns)
-                case OutcomeFound():
-                    commands += coordination.outcome_found(event, now_ns)
-                case _:
-                    pass
+            commands += coordination.handle(event, now_ns)
             commands += self._after_coordination(coordination, was_concluded)
         return commands
 

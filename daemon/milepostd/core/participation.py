@@ -7,18 +7,24 @@ messages as between nodes, so there is one behaviour, not two.
 
 from __future__ import annotations
 
+import msgspec
+
 from milepost.wire.messages import (
     AbortWanted,
     Cause,
     Concluded,
+    CoordinatorMessage,
+    DaemonMessage,
     Fail,
     Gathered,
     LayoutReady,
     Offered,
     Outcome,
+    ParticipantMessage,
     Planned,
     Prepared,
     Progress,
+    RankMessage,
     RankReport,
     SaveRef,
     Skipped,
@@ -47,6 +53,7 @@ from milepostd.core.events import (
     FragmentDurable,
     FragmentFailed,
     OutcomeFound,
+    ParticipantEvent,
 )
 from milepostd.core.job import Job
 from milepostd.core.phases import PARTICIPANT, Phase, Trigger
@@ -96,9 +103,7 @@ class Participation(Role):
 
     # --- what local ranks say
 
-    def rank_said(
-        self, rank: int, message: Offered | Staged | Skipped | Unable | AbortWanted, now_ns: int
-    ) -> list[Command]:
+    def rank_said(self, rank: int, message: RankMessage, now_ns: int) -> list[Command]:
         """Take one rank's word; each says one thing, or offers and then stages."""
         if self.is_concluded:
             return self._late(rank, message)
@@ -195,14 +200,30 @@ class Participation(Role):
             if not seat.is_lost
         ]
 
-    # --- what writers say
+    # --- what its own commands came to
 
-    def bytes_moved(self, event: BytesWritten) -> list[Command]:
+    def handle(self, event: ParticipantEvent, now_ns: int) -> list[Command]:
+        """Take the completion of a command, or its progress."""
+        match event:
+            case BytesWritten():
+                return self._bytes_written(event)
+            case FileDurable():
+                return self._file_durable(event, now_ns)
+            case FileFailed():
+                return self._file_failed(event, now_ns)
+            case FragmentDurable():
+                return self._fragment_durable(event, now_ns)
+            case FragmentFailed():
+                return self.cannot(event.cause, now_ns)
+            case OutcomeFound():
+                return self._outcome_found(event, now_ns)
+
+    def _bytes_written(self, event: BytesWritten) -> list[Command]:
         """Progress, for people. Files end on a page, so the last block may be a little longer."""
         self.bytes_written = min(self.bytes_total, self.bytes_written + event.count)
         return []
 
-    def file_durable(self, event: FileDurable, now_ns: int) -> list[Command]:
+    def _file_durable(self, event: FileDurable, now_ns: int) -> list[Command]:
         """One rank's file is synced."""
         rank = event.file.rank
         if rank not in self.is_writing:
@@ -210,7 +231,7 @@ class Participation(Role):
         self.files[rank] = event.file
         return self._writer_done(rank) + self._check_files(now_ns)
 
-    def file_failed(self, event: FileFailed, now_ns: int) -> list[Command]:
+    def _file_failed(self, event: FileFailed, now_ns: int) -> list[Command]:
         """One rank's file could not be written."""
         if event.rank not in self.is_writing:
             return []
@@ -234,20 +255,24 @@ class Participation(Role):
             )
         ]
 
-    def fragment_durable(self, event: FragmentDurable, now_ns: int) -> list[Command]:
+    def _fragment_durable(self, event: FragmentDurable, now_ns: int) -> list[Command]:
         """Everything of this node is durable: say so."""
         self.fragment = event.fragment
         if not self.move(Trigger.SEALED):
             return []
         return [Log(level="debug", event="save.prepared", save=self.save), *self._tell(now_ns)]
 
-    def fragment_failed(self, event: FragmentFailed, now_ns: int) -> list[Command]:
-        """The fragment could not be written."""
-        return self.cannot(event.cause, now_ns)
-
     # --- what the coordinator says
 
-    def planned(self, message: Planned) -> list[Command]:
+    def coordinator_said(self, message: CoordinatorMessage, now_ns: int) -> list[Command]:
+        """Take the coordinator's word."""
+        match message:
+            case Planned():
+                return self._planned(message)
+            case Outcome():
+                return self._verdict_heard(message, now_ns)
+
+    def _planned(self, message: Planned) -> list[Command]:
         """Layouts for local ranks that offered."""
         commands: list[Command] = []
         if self.phase is not Phase.PLANNING:
@@ -272,7 +297,7 @@ class Participation(Role):
             commands += self.clear_timers("deadline", "resend")
         return commands
 
-    def heard_outcome(self, message: Outcome, now_ns: int) -> list[Command]:
+    def _verdict_heard(self, message: Outcome, now_ns: int) -> list[Command]:
         """The coordinator's verdict."""
         if not self.move(Trigger.OUTCOME):
             return []
@@ -362,7 +387,7 @@ class Participation(Role):
         self.is_asking = True
         return [GiveUp(save=self.save, root=self.job.root, is_coordinator=False)]
 
-    def outcome_found(self, event: OutcomeFound, now_ns: int) -> list[Command]:
+    def _outcome_found(self, event: OutcomeFound, now_ns: int) -> list[Command]:
         """The shared directory has told how the save ended."""
         self.is_asking = False
         if event.outcome == "aborted" and self.move(Trigger.OUTCOME_FOUND):
@@ -430,7 +455,8 @@ class Participation(Role):
         commands += [AbandonWrite(save=self.save, rank=rank) for rank in sorted(self.is_writing)]
         # Offers can be megabytes; an ended save is kept only to answer late messages.
         self.reports = {
-            rank: RankReport(rank, report.layout_id) for rank, report in self.reports.items()
+            rank: msgspec.structs.replace(report, fingerprint="", offer=b"")
+            for rank, report in self.reports.items()
         }
         return commands + self._discard_when_quiet()
 
@@ -438,19 +464,10 @@ class Participation(Role):
         message = self.message
         if rank in self.is_writing:
             self.slot_owed.add(rank)
-            message = Concluded(
-                save_id=message.save_id,
-                outcome=message.outcome,
-                path=message.path,
-                checkpoint_bytes=message.checkpoint_bytes,
-                elapsed_s=message.elapsed_s,
-                cause=message.cause,
-                layout_valid=message.layout_valid,
-                slot_free=False,
-            )
+            message = msgspec.structs.replace(message, slot_free=False)
         return self._reply(rank, message)
 
-    def _late(self, rank: int, message: object) -> list[Command]:
+    def _late(self, rank: int, message: RankMessage) -> list[Command]:
         """A rank speaks of a save that has ended for its node: tell it how."""
         if isinstance(message, AbortWanted) or self.outcome == "planned":
             return []
@@ -468,7 +485,7 @@ class Participation(Role):
         self.is_discarding = True
         return [Discard(save=self.save, root=self.job.root)]
 
-    def _reply(self, rank: int, message: LayoutReady | Concluded | SlotFreed) -> list[Command]:
+    def _reply(self, rank: int, message: DaemonMessage) -> list[Command]:
         seat = self.job.seats.get(rank)
         if seat is None or seat.is_lost:
             return []
@@ -476,7 +493,7 @@ class Participation(Role):
 
     def _tell(self, now_ns: int) -> list[Command]:
         """Say to the coordinator where this node stands."""
-        message: Gathered | Prepared | Fail | WordWanted
+        message: ParticipantMessage
         if self.failure is not None:
             message = self.failure
         elif self.phase in (Phase.PREPARED, Phase.RESOLVING):

@@ -27,6 +27,7 @@ from milepost.wire.messages import (
     Outcome,
     PeerMessage,
     RankLayout,
+    RankMessage,
     SaveRef,
     Skipped,
     SlotFreed,
@@ -49,6 +50,7 @@ from milepostd.core.commands import (
     Retain,
     Send,
     SetTimer,
+    SlowCommand,
     WriteFragment,
     WriteImage,
 )
@@ -70,7 +72,6 @@ from milepostd.core.events import (
     PublishFailed,
     RankJoined,
     RankLeft,
-    RankMessage,
     RankSaid,
     Retained,
     SessionLost,
@@ -83,10 +84,6 @@ from milepostd.core.invariants import broken_invariants
 from milepostd.core.node import Node, NodeSettings
 from milepostd.core.role import SECOND_NS
 
-SlowCommand: TypeAlias = (
-    WriteImage | WriteFragment | MakePlan | BuildIndex | Publish | GiveUp | Discard | Retain
-)
-SLOW = (WriteImage, WriteFragment, MakePlan, BuildIndex, Publish, GiveUp, Discard, Retain)
 Network: TypeAlias = Callable[[str, str, PeerMessage], Sequence[float]]
 """From, to, message -> after how many seconds it arrives, once for each; none: it is lost."""
 
@@ -389,7 +386,7 @@ class World:
             case Halt():
                 self.halted[name] = command.reason
                 self.timers = {key: at for key, at in self.timers.items() if key[0] != name}
-            case _ if isinstance(command, SLOW):
+            case _ if isinstance(command, SlowCommand):
                 if (type(command), name) in self.holding or (type(command), "") in self.holding:
                     self.held.append((name, command))
                 else:

@@ -84,11 +84,7 @@ from milepostd.core.events import (
 )
 from milepostd.core.invariants import broken_invariants
 from milepostd.core.job import NO_ORDER, save_order
-from milepostd.core.node import (
-    JOBS_MAX,
-    Node,
-    NodeSettings,
-)
+from milepostd.core.node import JOBS_MAX, Node, NodeSettings
 from milepostd.core.role import SECOND_NS
 from milepostd.core.status import status_of
 

@@ -11,14 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 import pytest
-from tests.unit.core.core_world import (
-    NO_SPACE,
-    Network,
-    World,
-    losing,
-    outcome_of,
-    save_ref,
-)
+from tests.unit.core.core_world import NO_SPACE, Network, World, losing, outcome_of, save_ref
 
 from milepost.wire.messages import (
     Cause,

@@ -141,13 +141,14 @@ PEER: list[Message] = [
         save=SAVE,
         reports=(RankReport(0, "l" * 32), RankReport(1, "", "0" * 32, b"\x00\xff")),
     ),
-    Planned(save=SAVE, layouts=(RankLayout(1, "m" * 32, b"\x01"),), warnings=(CAUSE,)),
     Prepared(
         save=SAVE,
         files=(WrittenFile(0, "l" * 32, "__0_0.distcp", 8192), WrittenFile(1, "m" * 32, "", 0)),
         fragment="fragment.node-1",
     ),
     Fail(save=SAVE, cause=CAUSE, skip=True),
+    WordWanted(save=SAVE),
+    Planned(save=SAVE, layouts=(RankLayout(1, "m" * 32, b"\x01"),), warnings=(CAUSE,)),
     Outcome(
         save=SAVE,
         outcome="committed",
@@ -157,7 +158,6 @@ PEER: list[Message] = [
         cause=CAUSE,
         layout_valid=False,
     ),
-    WordWanted(save=SAVE),
     PreemptionSaid(job="run@1", attempt=3, reads=(RankReads(0, 41), RankReads(1, 40))),
     PreemptionAsked(job="run@1", attempt=3),
     PreemptionDecided(job="run@1", attempt=3, at_read=42),
