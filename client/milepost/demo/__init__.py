@@ -1,9 +1,13 @@
 """`milepost demo`: the main job on real input, from the first step to the proof.
 
-Two nodes with two gloo ranks each train a small FSDP2-sharded language model, save every few steps,
-lose a trainer, resume and finish; then stock torch, on another number of ranks, reads what was
-written. `launcher` runs it, `trainer` and `judge` are the processes it starts, `records` is what
-they tell it, `report` what people are shown. Imports nothing until it is run.
+Two nodes with two gloo ranks each train a small FSDP2-sharded language model and save every few
+steps. One rank is killed; the run resumes and finishes. Then stock torch, on another number of
+ranks, compares every value of every checkpoint.
+
+`launcher` tells the story. `daemons`, `attempts` (the ranks) and `judging` start and end processes,
+by means of `processes`. `trainer` and `judge` run in those processes, `model` is what is trained,
+`records` is what the trainers report, `checking` what the reports must show. `telling` and `report`
+are what people see, `folder` is where it all happens. Imports nothing until it is run.
 """
 
 from __future__ import annotations
@@ -17,8 +21,9 @@ FOLDER_NAME = "demo-run"
 def main() -> int:
     """Run the demonstration; return its exit code: 0 only if every comparison held.
 
-    Raises UsageError if the folder is there and no demonstration made it, or one is using it.
+    Raises UsageError if the folder holds something that no demonstration made, or if a
+    demonstration is using it.
     """
-    from milepost.demo.launcher import run
+    from milepost.demo.launcher import run_demo
 
-    return run(Path.cwd() / FOLDER_NAME)
+    return run_demo(Path.cwd() / FOLDER_NAME)

@@ -1,14 +1,17 @@
 """The demonstration's judge: stock torch reads the checkpoints and compares every value.
 
-Run as a file, never as a module of the package, so that nothing of milepost is imported; it checks
-that at its end. What is in a checkpoint is taken from torch's own index, tensors are loaded as
-DTensors sharded over the judging ranks, and what they hold is compared with what the trainers
-recorded when they saved. The trainers use `digest` and `leave` of this file.
+Run as a file, never as a module of the package, so that nothing of milepost is imported; at its end
+it checks that. torch's own index says what is in a checkpoint. Tensors are loaded as DTensors
+sharded over the judging ranks and compared with what the trainers recorded when they saved. The
+trainers import `digest` and `leave` from this file.
 
-`python -P judge.py ROOT EXPECTED VERDICT RENDEZVOUS RANK WORLD`: the checkpoints' directory; what
-is expected (JSON: by checkpoint name and key, rows and digest of each part); where rank 0 writes
-what it found (JSON: by checkpoint name, how many values were equal, and a sentence for each that
-was not); a file for the process group. Exit 0 if it could judge, whatever it found.
+`python -P judge.py ROOT EXPECTED VERDICT RENDEZVOUS RANK WORLD`
+  ROOT        the directory of checkpoints
+  EXPECTED    JSON: by checkpoint name and key, rows and digest of each part
+  VERDICT     written by rank 0; JSON: by checkpoint name, how many values are equal, and a sentence
+              for each that is not
+  RENDEZVOUS  a file for the process group
+Exit 0 if it could judge, whatever it found.
 
 Source: torch/distributed/checkpoint/metadata.py (2.13).
 """
@@ -32,13 +35,13 @@ from torch.distributed.tensor import DTensor, Shard, zeros
 
 
 def digest(value: Any) -> str:
-    """Return a text that is the same for equal values only: of a tensor, on CPU and whole, dtype,
-    shape and SHA-256 of its bytes; of anything else its `repr`.
+    """Return a text that is the same only for equal values: dtype, shape and SHA-256 of the bytes
+    of a tensor, which must be on the CPU and no DTensor; the `repr` of anything else.
     """
     if not isinstance(value, torch.Tensor):
         return repr(value)
     value = value.detach().contiguous()
-    # Straight from memory: torch alone has no view of it that hashlib takes, numpy may be missing.
+    # hashlib takes no tensor, and numpy may be missing: copy the bytes straight from memory.
     content = ctypes.string_at(value.data_ptr(), value.nbytes)
     return f"{value.dtype} {list(value.shape)} {hashlib.sha256(content).hexdigest()}"
 
@@ -61,9 +64,10 @@ def load(path: Path, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def parts_of(value: Any, rows: list[int]) -> list[str]:
-    """Return the digests of a value's parts: so many rows each, one after the other, and what is
-    left; or of the whole value if `rows` is [-1]. A DTensor is gathered from its ranks, all of
-    which call this.
+    """Return the digests of a value's parts.
+
+    The parts have these numbers of rows, in order; rows beyond them are one more part. If `rows` is
+    [-1] the whole value is one part. A DTensor is gathered, so all of its ranks must call this.
     """
     if isinstance(value, DTensor):
         value = value.full_tensor()
@@ -74,7 +78,9 @@ def parts_of(value: Any, rows: list[int]) -> list[str]:
     return parts if ends[-1] < len(value) else parts[:-1]
 
 
-def compare(expected: dict[str, list[tuple[int, str]]], state: dict[str, Any]) -> dict[str, Any]:
+def compare_values(
+    expected: dict[str, list[tuple[int, str]]], state: dict[str, Any]
+) -> dict[str, Any]:
     """Return how many values are equal, and a sentence for each that is not."""
     equal = 0
     wrong = [f"{key} is missing" for key in expected if key not in state]
@@ -90,11 +96,11 @@ def compare(expected: dict[str, list[tuple[int, str]]], state: dict[str, Any]) -
 
 
 def leave() -> NoReturn:
-    """End this process successfully, without the interpreter's own end.
+    """End this process successfully, without finalising the interpreter.
 
-    There one of gloo's threads may still be letting go of a tensor, for which it wants the
-    interpreter that is no more; the process is then aborted (`terminate called without an active
-    exception`), rarely, but with all of its work done.
+    While the interpreter finalises, one of gloo's threads may still release a tensor, which needs
+    the interpreter. The process is then aborted (`terminate called without an active exception`):
+    rarely, and with all of its work done.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -111,7 +117,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (world,))
     found = {}
     for name, parts in json.loads(expected.read_text()).items():
-        found[name] = compare(parts, load(root / name, mesh))
+        found[name] = compare_values(parts, load(root / name, mesh))
     dist.destroy_process_group()
     ours = [name for name in sys.modules if name.split(".")[0] in ("milepost", "milepostd")]
     if ours:

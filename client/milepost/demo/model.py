@@ -1,8 +1,8 @@
-"""The demonstration's model and text: a byte-level transformer on the Python standard library's own
-sources.
+"""The demonstration's model and text: a byte-level transformer, and the sources of Python's
+standard library.
 
-Small enough for four ranks on two cores, and a real one all the same: dropout, so that a resumed
-run needs its random generators back, and AdamW state twice the size of the weights.
+Small enough for four ranks on two cores, yet realistic: with dropout a resumed run needs its random
+generators back, and AdamW's state is twice the size of the weights.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ TEXT_BYTES_MIN: Final = 2**16
 
 
 def read_text() -> Tensor:
-    """Return the standard library's top-level modules, by name, as one tensor of uint8.
+    """Return the text of the standard library's top-level modules, in the order of their names, as
+    one tensor of uint8.
 
-    Raises UsageError where the library comes without its sources.
+    Raises UsageError if the library is installed without its sources.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
@@ -49,7 +50,7 @@ def read_text() -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, normalised before each."""
+    """Attention, then feed-forward; each input is normalised first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,11 +93,11 @@ class LanguageModel(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class Sampler:
-    """Draws pieces of the text; where it stands is its generator's state.
+class TextSampler:
+    """Draws random pieces of the text.
 
     Attributes:
-        generator: the only state there is.
+        generator: its whole state.
     """
 
     def __init__(self, text: Tensor, batch: int, seed: int) -> None:
@@ -105,7 +106,7 @@ class Sampler:
         self._batch = batch
 
     def draw(self) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets: the same pieces, one byte apart."""
+        """Return inputs, and as targets the same pieces one byte later."""
         last = len(self._text) - CONTEXT - 1
         starts = torch.randint(last, (self._batch, 1), generator=self.generator)
         pieces = self._text[starts + torch.arange(CONTEXT + 1)].long()

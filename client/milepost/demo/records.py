@@ -1,9 +1,9 @@
-"""What the demonstration's trainers tell its launcher: one file a rank and attempt, a JSON object a
-line.
+"""What the demonstration's trainers report to its launcher: for each rank and attempt a file, one
+JSON object a line.
 
-A line is written by one system call when what it tells has happened, so that a killed trainer's
-file ends with the last thing it did. All times are of the monotonic clock, in seconds, which all
-processes of a host share.
+Each line is written by one system call, after the event it reports. So the file of a killed trainer
+ends with the last thing it did. All times are seconds of the monotonic clock, which the processes
+of a host share.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import msgspec
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="step"):
-    """A training step has ended; saving is not part of it."""
+    """A training step has ended. Its time does not include a save."""
 
     step: int
     loss: float
-    """This rank's own, in nats a byte, before the step changed the weights."""
+    """Of this rank's batch, in nats a byte, before the step changed the weights."""
     began_s: float
     ended_s: float
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class RecordedPart(msgspec.Struct, frozen=True, array_like=True):
     """What one rank has of one value."""
 
     rows: int
-    """How many rows of a tensor sharded by rows; -1: this is the whole value."""
+    """How many rows, if the value is a tensor sharded by rows; -1: this is the whole value."""
     digest: str
 
 
 class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
-    """What this rank's state was, by the key that torch gives each value in a checkpoint."""
+    """This rank's state, by the keys that torch gives the values in a checkpoint."""
 
     step: int
-    parts: dict[str, Part]
+    parts: dict[str, RecordedPart]
     is_resumed: bool
-    """Read back after a load, not about to be saved."""
+    """True: the state after a load. False: the state that is about to be saved."""
 
 
 class Called(msgspec.Struct, frozen=True, tag="called"):
@@ -50,11 +50,11 @@ class Called(msgspec.Struct, frozen=True, tag="called"):
     began_s: float
     stall_s: float
     state_s: float
-    """How long torch took to collect the state before: the same with any checkpointer."""
+    """How long torch took to collect the state, before the call. Any checkpointer needs that."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """The save has ended, well or not."""
+    """The save has ended, as committed or not."""
 
     step: int
     save_id: str
@@ -79,7 +79,7 @@ def file_of(folder: Path, attempt: int, rank: int) -> Path:
 
 
 class Writer:
-    """Appends records; any thread may."""
+    """Appends records. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -93,13 +93,13 @@ class Reader:
 
     def __init__(self, path: Path) -> None:
         self.records: list[Record] = []
-        """All that was read so far."""
+        """All records read so far."""
         self._path = path
         self._at = 0
 
     def refresh(self) -> list[Record]:
-        """Read what is new; return all records. A line that is not complete yet is left for later,
-        a file that is not there yet is empty.
+        """Read what is new, and return all records. An incomplete line is left for the next call; a
+        file that does not exist yet counts as empty.
         """
         try:
             with self._path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What the demonstration shows of its records: one row a save, and what the figures are worth.
+"""The figures of the demonstration: one row a save, and sentences that say what they are worth.
 
 Pure: records in, rows and sentences out.
 """
@@ -14,10 +14,10 @@ from rich.table import Table
 from milepost.demo.records import Called, Ended, Record, Stepped
 
 WARM_UP_STEPS: Final = 3
-"""The first steps of an attempt, which allocate and connect, are not compared with anything."""
+"""The first steps of an attempt allocate and connect; they are left out of all comparisons."""
 
 MIDDLE_MIN: Final = 4
-"""Fewer samples have no middle half worth the name."""
+"""With fewer samples the middle half says nothing."""
 
 T = TypeVar("T", Called, Ended)
 
@@ -31,25 +31,25 @@ class Row(NamedTuple):
     attempt: int
     step: int
     outcome: str
-    """How it ended on rank 0; "not known" if rank 0 was ended before it."""
+    """How it ended on rank 0; "not known" if rank 0 ended first."""
     stall_s: float
-    """How long `save()` kept the rank that it kept longest."""
+    """How long `save()` blocked, on the rank where it blocked longest."""
     commit_s: float | None
-    """From the call to the commit, on the rank that heard of it last."""
+    """From the call until the last rank heard of the commit."""
     during_s: list[float]
-    """Rank 0's steps that overlap it."""
+    """Durations of rank 0's steps that the save overlaps."""
 
 
 class Figures(NamedTuple):
-    """All that is known about time."""
+    """All measured times."""
 
     rows: list[Row]
     without_s: list[list[float]]
-    """By attempt: rank 0's steps without a save under way, the first few left out."""
+    """By attempt: durations of rank 0's steps that no save overlaps, without the first few."""
 
 
 def figures_of(attempts: Sequence[Attempt]) -> Figures:
-    """Return one row a save, in order, and the steps to compare with."""
+    """Return one row a save, in order, and the steps to compare them with."""
     rows: list[Row] = []
     without_s: list[list[float]] = []
     for number, ranks in enumerate(attempts, 1):
@@ -57,11 +57,11 @@ def figures_of(attempts: Sequence[Attempt]) -> Figures:
         saves = [record for record in ranks[0] if isinstance(record, Called)]
         windows = {save.save_id: _window(save, ranks[0]) for save in saves}
         for save in saves:
-            during_s = [_length(step) for step in steps if _overlaps(step, windows[save.save_id])]
+            during_s = [_took_s(step) for step in steps if _overlaps(step, windows[save.save_id])]
             rows.append(_row(number, save, ranks, during_s))
         without_s.append(
             [
-                _length(step)
+                _took_s(step)
                 for step in steps
                 if not any(_overlaps(step, window) for window in windows.values())
             ]
@@ -97,7 +97,7 @@ def _of_save(ranks: Attempt, kind: type[T], save_id: str) -> dict[int, T]:
 
 
 def _window(save: Called, records: Sequence[Record]) -> tuple[float, float]:
-    """Return from when to when a save was under way, after the trainer had it back."""
+    """Return start and end of a save's background part: after `save()` has returned."""
     ends_s = (
         record.at_s
         for record in records
@@ -110,12 +110,12 @@ def _overlaps(step: Stepped, window: tuple[float, float]) -> bool:
     return step.began_s < window[1] and step.ended_s > window[0]
 
 
-def _length(step: Stepped) -> float:
+def _took_s(step: Stepped) -> float:
     return step.ended_s - step.began_s
 
 
 def make_table(figures: Figures) -> Table:
-    """Return the saves as people read them."""
+    """Return the saves as a table for people."""
     table = Table(title="saves", title_justify="left")
     for name in ("step", "attempt", "stall (ms)", "time to commit (ms)", "slow-down"):
         table.add_column(name, justify="right")
@@ -133,7 +133,7 @@ def make_table(figures: Figures) -> Table:
 
 
 def _ratio(during_s: Sequence[float], without_s: Sequence[float]) -> str:
-    """Return how much longer steps took, and how many they were."""
+    """Return how much longer the steps took beside a save, and how many they were."""
     if not during_s or not without_s:
         return "no step"
     count = f"{len(during_s)} step" + ("s" if len(during_s) > 1 else "")
@@ -141,7 +141,7 @@ def _ratio(during_s: Sequence[float], without_s: Sequence[float]) -> str:
 
 
 def explain(figures: Figures, attempts: Sequence[Attempt], cores: int) -> list[str]:
-    """Return what the table's figures mean and what they are worth, a sentence each."""
+    """Return sentences that say what the table's figures mean and how far to trust them."""
     during_s = [length_s for row in figures.rows for length_s in row.during_s]
     without_s = [length_s for lengths_s in figures.without_s for length_s in lengths_s]
     state_s = [

@@ -1,10 +1,10 @@
-"""One rank of the demonstration's training run, as a training engineer would write it, and a
-witness beside it.
+"""One rank of the demonstration's training run, as a training engineer would write it, plus code
+that records what the rank's state was.
 
 `python -m milepost.demo.trainer ROOT RECORDS ATTEMPT STEPS EVERY`, with the environment that
 torchrun gives and `MILEPOST_RUN_DIR` of the node's daemon. Resumes from the newest checkpoint below
-ROOT if there is one. The witness writes digests of what this rank's state was at each save, and of
-what it is after a resume, to RECORDS; it uses torch alone.
+ROOT if there is one. The recording code writes digests of this rank's state to RECORDS, before each
+save and after a resume. It reads the state by torch alone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 from milepost import Checkpointer, Save
 from milepost.demo.judge import digest, leave
-from milepost.demo.model import LanguageModel, Sampler, read_text
-from milepost.demo.records import Called, Ended, Finished, Part, Recorded, Stepped, Writer, file_of
+from milepost.demo.model import LanguageModel, TextSampler, read_text
+from milepost.demo.records import (
+    Called,
+    Ended,
+    Finished,
+    Recorded,
+    RecordedPart,
+    Stepped,
+    Writer,
+    file_of,
+)
 
 BATCH: Final = 4
 """Pieces of text a rank and step."""
@@ -37,7 +46,7 @@ SEED: Final = 7
 
 
 class Trainer:
-    """The model, its optimizer and where they are in the text."""
+    """The model, its optimizer, and the sampler that feeds it."""
 
     def __init__(self, rank: int, world: int) -> None:
         torch.manual_seed(SEED)
@@ -47,9 +56,9 @@ class Trainer:
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE)
-        self.sampler = Sampler(read_text(), BATCH, SEED + rank)
+        self.sampler = TextSampler(read_text(), BATCH, SEED + rank)
         self.step = 0
-        # From here on dropout draws, and on each rank something else.
+        # From here on only dropout draws, and each rank must draw differently.
         torch.manual_seed(SEED + 1000 + rank)
 
     def train_step(self) -> float:
@@ -62,7 +71,7 @@ class Trainer:
         return float(loss.item())
 
     def state(self) -> dict[str, Any]:
-        """Return what all ranks save together: views of the live tensors."""
+        """Return the state that all ranks save together; it shares the live tensors."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "progress": {"step": self.step}}
 
@@ -71,7 +80,7 @@ class Trainer:
         return {"rng": torch.get_rng_state(), "sampler": self.sampler.generator.get_state()}
 
     def resume(self, ck: Checkpointer) -> None:
-        """Put back what the newest checkpoint holds."""
+        """Load the newest checkpoint."""
         state = self.state()
         report = ck.load(state)
         set_state_dict(
@@ -85,19 +94,19 @@ class Trainer:
         torch.set_rng_state(report.per_rank["rng"])
 
 
-def part_of(value: Any) -> Part:
+def part_of(value: Any) -> RecordedPart:
     """Return what this rank has of a value."""
     if not isinstance(value, DTensor):
-        return Part(-1, digest(value))
-    # `fully_shard` on one mesh dimension shards by rows; anything else would be judged wrongly.
+        return RecordedPart(-1, digest(value))
+    # `fully_shard` on a mesh of one dimension shards by rows. The judge relies on it.
     assert value.placements == (Shard(0),)
     local = value.to_local()
-    return Part(local.shape[0], digest(local))
+    return RecordedPart(local.shape[0], digest(local))
 
 
 def record(trainer: Trainer, state: dict[str, Any], rank: int, is_resumed: bool) -> Recorded:
     """Return what this rank's state is. Calls no other rank."""
-    # torch's own function names the keys: what milepost calls them is what is to be judged.
+    # torch names the keys here, not milepost: milepost's keys are what the judge checks.
     parts = {key: part_of(value) for key, value in flatten_state_dict(state)[0].items()}
     own = {f"per_rank/{rank}/{key}": value for key, value in trainer.own_state().items()}
     parts |= {key: part_of(value) for key, value in own.items()}
@@ -118,19 +127,19 @@ def train(root: Path, writer: Writer, steps: int, every: int) -> None:
             loss = trainer.train_step()
             writer.write(Stepped(trainer.step, loss, began_s, time.monotonic()))
             if trainer.step % every == 0 or trainer.step == steps:
-                last = save(ck, trainer, writer, rank)
+                last = save_and_record(ck, trainer, writer, rank)
         if last is not None:
             last.wait()
     writer.write(Finished(time.monotonic()))
 
 
-def save(ck: Checkpointer, trainer: Trainer, writer: Writer, rank: int) -> Save:
-    """Save without waiting for more than the copy; record what was saved, and when it ends."""
+def save_and_record(ck: Checkpointer, trainer: Trainer, writer: Writer, rank: int) -> Save:
+    """Save without waiting for the commit; record what was saved, and later how it ended."""
     began_s = time.monotonic()
     state, own = trainer.state(), trainer.own_state()
     state_s = time.monotonic() - began_s
     writer.write(record(trainer, state, rank, is_resumed=False))
-    # The witness keeps some ranks longer than others, which is not to count as milepost's time.
+    # Recording takes some ranks longer than others; do not count that as milepost's time.
     dist.barrier()
     began_s = time.monotonic()
     made = ck.save(trainer.step, state, per_rank=own)
