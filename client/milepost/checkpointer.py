@@ -16,23 +16,21 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from milepost.advice import note_made, tell_branch, tell_unprepared
 from milepost.concurrency.collector import collect_now, collector_paused
 from milepost.concurrency.turns import Turn, in_turn
-from milepost.concurrency.waiting import check_timeout, make_condition, wait_telling
+from milepost.concurrency.waiting import check_timeout
 from milepost.errors import (
     MilepostError,
     SaveFailed,
-    Unavailable,
     UsageError,
 )
-from milepost.handle import STAGED, Checkpoint, EarlyEnds, Save, not_staged
+from milepost.handle import Save
 from milepost.link.connection import fetch_status
 from milepost.link.preemption import PreemptionFlag
 from milepost.link.rendezvous import Group, Introduction, Meeting, join_group, meet, tell_all
@@ -56,35 +54,25 @@ from milepost.reading.restore import (
     load_checkpoint,
     warn_of_unexpected,
 )
+from milepost.saving.planning import Planning
+from milepost.saving.saves import Saves
 from milepost.staging.selection import Optimizers, Selection
 from milepost.staging.slots import Slots
-from milepost.staging.stager import StagedImage, Stager
+from milepost.staging.stager import Stager
 from milepost.state.content import Content, ContentReader
-from milepost.state.items import Items
 from milepost.storage.claims import Ownership, check_ours, find_other, reading
 from milepost.storage.retention import Policy
 from milepost.storage.root import Root
-from milepost.wire.causes import error_of
 from milepost.wire.messages import (
-    AbortWanted,
-    Cause,
-    Concluded,
     DaemonMessage,
     Join,
     Keep,
-    LayoutReady,
     NodeRef,
-    Offered,
     Preempted,
-    Progress,
     ReadsWanted,
     SaveRef,
     Skipped,
-    SlotFreed,
-    Staged,
-    Unable,
 )
-from milepost.wire.offers import encode_offer, unpack_assigned
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -93,16 +81,6 @@ if TYPE_CHECKING:
     from milepost.memory.arena import Slot
 
 log = logging.getLogger("milepost")
-
-LAYOUTS_MAX: Final = 8
-"""Structures whose layouts are remembered: with and without optimizer state, say, in turn."""
-
-
-class _Plan(NamedTuple):
-    """What is known about one structure: the layout this rank was given for it."""
-
-    layout_id: str
-    assigned: tuple[int, ...]
 
 
 class Checkpointer:
@@ -173,29 +151,23 @@ class Checkpointer:
             self._run_dir,
             is_embedded=given is None,
             on_message=self._heard,
-            on_gone=self._gone,
+            on_gone=lambda cause: self._saves.gone(cause),
+        )
+        self._saves = Saves(self._session, self.rank, is_raising=on_failure == "raise")
+        self._planning = Planning(
+            self._session,
+            self._saves,
+            self._reader,
+            deadline_s=self._deadline_s,
+            may_wait=on_busy == "wait",
+            who=self,
+            is_first=self.rank == 0,
         )
 
         self._preemption = PreemptionFlag(self._join, self._session.send)
-        self._changed = make_condition()
-        """Guards all that both threads touch, from here to `_count`."""
-        self._saves: dict[str, Save] = {}
-        """Saves that have not ended."""
-        self._layouts_ready: dict[str, LayoutReady] = {}
-        self._plans: dict[str, _Plan] = {}
-        """By fingerprint."""
-        self._failures: list[Save] = []
-        """Saves that failed and were not yet raised, with on_failure="raise"."""
-
         self._turn = Turn()
         """Of the thread that is in `save`, `prepare` or `load`."""
         self._pid = os.getpid()
-        self._count = 0
-        self._taken: dict[str, str] = {}
-        """Directory names this attempt has saved under, or resumed from, with a word on which."""
-        self._early_ends = EarlyEnds()
-        self._step_last = -1
-        """Greatest step this attempt has committed, or may yet commit unheard."""
         self._ownership: Ownership | None = None
         """Rank 0: the job's claim on the root, from its first save on."""
         self._is_closed = False
@@ -219,7 +191,8 @@ class Checkpointer:
             self._session.close()
             raise
         self.job, self.attempt = self._meeting.job, self._meeting.attempt
-        self._slots = self._make_slots(slots)
+        self._slots_count = slots
+        self._begin_attempt(self.attempt)
         note_made(self)
         if self._overlap is not None:
             self._overlap.arm()
@@ -243,10 +216,18 @@ class Checkpointer:
     def __repr__(self) -> str:
         return f"<Checkpointer rank {self.rank} of {self.world}, job {self.job}, root {self.root}>"
 
-    def _make_slots(self, count: int) -> Slots:
-        """Return the slots of the present attempt."""
-        stager = Stager(self.job, self.attempt, self.rank, slots=count)
-        return Slots(stager, self._changed, count=count, timeout_s=self._deadline_s, who=self)
+    def _begin_attempt(self, attempt: int) -> None:
+        """Go on as this attempt of the job; nothing is under way."""
+        self.attempt = attempt
+        stager = Stager(self.job, attempt, self.rank, slots=self._slots_count)
+        slots = Slots(
+            stager,
+            self._saves.changed,
+            count=self._slots_count,
+            timeout_s=self._deadline_s,
+            who=self,
+        )
+        self._saves.begin(self.job, attempt, slots)
 
     def _claim(self, name: str) -> tuple[str, int]:
         """Make the root; return the job's name on the wire and its next attempt; on rank 0.
@@ -282,91 +263,12 @@ class Checkpointer:
     def _heard(self, message: DaemonMessage) -> None:
         """Take a message; on the connection's thread."""
         match message:
-            case LayoutReady():
-                with self._changed:
-                    # One that comes after its save has ended would never be fetched.
-                    if message.save_id in self._saves:
-                        self._layouts_ready[message.save_id] = message
-                        self._changed.notify_all()
-            case Progress():
-                with self._changed:
-                    save = self._saves.get(message.save_id)
-                if save is not None and save.phase != "staging":
-                    save.advance(message.phase)
-            case Concluded():
-                self._concluded(message)
-            case SlotFreed():
-                self._slots.free(message.save_id)
             case ReadsWanted():
                 self._preemption.hold()
             case Preempted():
                 self._preemption.decide(message.at_read)
             case _:
-                pass
-
-    def _gone(self, cause: Cause) -> None:
-        """End what waits for a daemon that does not come back; on the session's thread."""
-        with self._changed:
-            pending = list(self._saves.items())
-        placed = Cause(cause.code, cause.message, cause.hint, self.node.node_id, self.rank)
-        unknown = Cause(
-            "outcome-unknown",
-            f"all of it was staged, and {cause.message}",
-            "it may still be committed: steps() and `milepost list` tell",
-            placed.node,
-            placed.rank,
-        )
-        for save_id, save in pending:
-            # What is staged, a daemon that was only stopped goes on with, and so do the others.
-            if save.phase in STAGED:
-                self._end(save_id, "outcome-unknown", unknown)
-            else:
-                self._end(save_id, "failed", placed)
-            self._slots.free(save_id)
-
-    def _concluded(self, message: Concluded) -> None:
-        self._session.settle(message.save_id)
-        if not message.layout_valid:
-            with self._changed:
-                self._plans.clear()
-        if message.slot_free:
-            self._slots.free(message.save_id)
-        if message.outcome == "committed":
-            with self._changed:
-                save = self._saves.pop(message.save_id, None)
-                if save is not None:
-                    self._step_last = max(self._step_last, save.step)
-                self._changed.notify_all()
-            if save is not None:
-                save.commit(
-                    Checkpoint(
-                        save.step, Path(message.path), message.checkpoint_bytes, message.elapsed_s
-                    )
-                )
-            return
-        cause = message.cause or Cause("internal", "the daemon gave no reason")
-        self._end(message.save_id, message.outcome, cause)
-
-    def _end(self, save_id: str, phase: str, cause: Cause, *, is_raised: bool = False) -> None:
-        """End a save that did not become a checkpoint; what is raised is not logged, too."""
-        with self._changed:
-            save = self._saves.pop(save_id, None)
-            if save is None:
-                self._early_ends.keep(save_id, phase, cause)
-                return
-            if phase in ("failed", "skipped"):
-                self._taken.pop(save.name, None)
-            else:
-                self._step_last = max(self._step_last, save.step)
-            self._layouts_ready.pop(save_id, None)
-            if cause.code == "arena-invalid":
-                self._slots.lose()
-            if self._on_failure == "raise" and phase != "skipped" and not is_raised:
-                self._failures.append(save)
-            self._changed.notify_all()
-        save.fail(phase, cause)
-        if phase != "skipped" and not is_raised:
-            log.warning("save %s of step %s %s: %s", save_id, save.step, phase, save.failure())
+                self._saves.heard(message)
 
     # --- saving
 
@@ -445,35 +347,24 @@ class Checkpointer:
 
         `is_still`: the state does not change meanwhile.
         """
-        ref = self._next_ref(0, "prepare", is_plan_only=True)
-        save = Save(ref.step, ref.name, ref.save_id, lambda: None)
+        ref, save = self._saves.open(0, "prepare", is_plan_only=True)
         try:
-            with self._changed:
-                self._saves[ref.save_id] = save
             with collector_paused():
                 content = self._reader.read(ref.save_id, state, per_rank, self._join)
                 selection = self._select(content)
             yield
-            with collector_paused(), self._slots.at_work(save.done):
+            with collector_paused(), self._slots.at_work(lambda: self._saves.is_over(ref)):
                 self._claim_root()
-                self._plan(ref, save, content, is_still=is_still)
+                self._planning.ask(ref, save, content, is_still=is_still)
                 self._prepare_overlap(content, selection)
                 self._slots.stager.fault_in()
                 self._is_prepared = True
-        except MilepostError as error:
-            self._give_up(ref, error)
-            raise
         except BaseException as error:
             # The other ranks plan with this one, and must not wait for it.
-            self._give_up(ref, not_staged(self.rank, error))
+            self._saves.give_up(ref, error)
             raise
         finally:
-            self._session.settle(ref.save_id)
-            with self._changed:
-                self._saves.pop(ref.save_id, None)
-                self._failures = [each for each in self._failures if each is not save]
-            # For `wait()`, which may have found it among the saves under way.
-            save.fail("skipped", Cause("aborted", "it was to prepare only"))
+            self._saves.close_plan(ref)
 
     @in_turn
     def save(
@@ -507,35 +398,21 @@ class Checkpointer:
         self._raise_failures()
         step = check_step(step)
         name = directory_name(step, checkpoint_id)
-        with self._changed:
-            taken_by = self._taken.get(name)
-        check_repeated(name, taken_by, overwrite=self._overwrite)
+        check_repeated(name, self._saves.taken_by(name), overwrite=self._overwrite)
         self._finish_preparing()
-        ref = self._next_ref(step, name)
-        save = Save(step, name, ref.save_id, lambda: self._session.send(AbortWanted(save=ref)))
+        ref, save = self._saves.open(step, name)
         try:
-            self._begin(ref, save)
             with collector_paused():
                 self._fill(ref, save, state, per_rank)
-        except UsageError as error:
-            self._give_up(ref, error)
-            raise
         except MilepostError as error:
-            self._give_up(ref, error)
+            self._saves.give_up(ref, error)
+            if isinstance(error, UsageError):
+                raise
         except BaseException as error:
-            self._give_up(ref, not_staged(self.rank, error))
+            self._saves.give_up(ref, error)
             raise
         save.stall_s = time.monotonic() - started_s
         return save
-
-    def _begin(self, ref: SaveRef, save: Save) -> None:
-        """Have what is heard of the save reach its handle."""
-        with self._changed:
-            self._saves[ref.save_id] = save
-            self._taken[ref.name] = f"save {ref.save_id} of this attempt"
-            early = self._early_ends.take(ref.save_id)
-        if early is not None:
-            self._end(ref.save_id, *early)
 
     def _fill(
         self,
@@ -551,25 +428,12 @@ class Checkpointer:
         content = self._reader.read(ref.save_id, state, per_rank, self._join)
         selection = self._select(content)
         self._check_root(ref)
-        if self._take_turn(ref, save):
+        if self._take_turn(ref):
             self._stage(ref, save, content, selection)
 
     def _select(self, content: Content) -> Selection | None:
         """Find what may be copied in the background; None: nothing is."""
         return None if self._overlap is None else self._overlap.select(content.items)
-
-    def _next_ref(self, step: int, name: str, *, is_plan_only: bool = False) -> SaveRef:
-        self._count += 1
-        return SaveRef(
-            job=self.job,
-            save_id=f"{self.attempt}-{self._count}",
-            step=step,
-            name=name,
-            # What stands under the name belongs to an abandoned future, or overwriting was asked
-            # for: `_check_repeated` and `_check_root` have refused the rest.
-            overwrite=True,
-            is_plan_only=is_plan_only,
-        )
 
     def _claim_root(self) -> None:
         """Claim the root for this job, on rank 0. Raises Rejected("root-locked")."""
@@ -591,40 +455,31 @@ class Checkpointer:
             self._is_begun = True
             tell_branch(Root(self.root), ref.step, self.attempt)
 
-    def _take_turn(self, ref: SaveRef, save: Save) -> bool:
+    def _take_turn(self, ref: SaveRef) -> bool:
         """Wait for a slot, or skip; False: this save has ended."""
         held = self._slots.held
-        with self._changed:
-            saves = [self._saves[save_id] for save_id in held if save_id in self._saves]
-        busy = ", ".join(f"step {each.step} is {each.phase}" for each in saves)
+        busy = self._saves.told(held)
         if len(held) >= self._slots.count and self._on_busy == "skip":
             reason = f"rank {self.rank} has all {self._slots.count} slots in use: {busy}"
             self._session.say(Skipped(save=ref, reason=reason))
             return False
-        return self._slots.await_one(save.done, busy)
+        return self._slots.await_one(lambda: self._saves.is_over(ref), busy)
 
-    def _stage(
-        self, ref: SaveRef, save: Save, content: Content, selection: Selection | None
-    ) -> None:
+    def _stage(self, ref: SaveRef, save: Save, given: Content, selection: Selection | None) -> None:
         """Copy the state into a slot and tell the daemon."""
-        items, objects, started_s = content.items, content.objects, time.monotonic()
-        with self._changed:
-            plan = self._plans.get(content.structure)
-        with self._slots.at_work(save.done) as stager:
-            if plan is None:
-                objects = self._plan(ref, save, content)
-                if objects is None:
-                    return
-            else:
-                self._lay_out(save, items, plan, objects)
-            if save.done():
+        started_s = time.monotonic()
+        is_planned = self._saves.plan_of(given.structure) is not None
+        with self._slots.at_work(lambda: self._saves.is_over(ref)) as stager:
+            content = self._planning.put_in_force(ref, save, given)
+            if content is None:
                 return
             slot, planned_s = self._slots.take(), time.monotonic()
             if selection is None:
-                self._tell_staged(ref, save, stager.stage(slot, ref, items, objects=objects))
+                staged = stager.stage(slot, ref, content.items, objects=content.objects)
+                self._saves.hand_over(ref, staged)
             else:
-                self._stage_behind(ref, save, slot, items, objects, selection)
-        if plan is None and not self._has_planned and self.rank == 0:
+                self._stage_behind(ref, save, slot, content, selection)
+        if not is_planned and not self._has_planned and self.rank == 0:
             copied_s = None if selection else time.monotonic() - planned_s
             tell_unprepared(planned_s - started_s, copied_s, was_prepared=self._is_prepared)
         self._has_planned = True
@@ -643,26 +498,26 @@ class Checkpointer:
         ref: SaveRef,
         save: Save,
         slot: Slot,
-        items: Items,
-        objects: dict[int, bytes] | None,
+        content: Content,
         selection: Selection,
     ) -> None:
         """Copy what must be copied now, and have the rest copied in the background."""
         overlap, stager = self._overlap, self._slots.stager
         assert overlap is not None
-        slot, placed = stager.begin(slot, items, objects=objects)
+        items = content.items
+        slot, placed = stager.begin(slot, items, objects=content.objects)
 
         def end(error: MilepostError | None) -> None:
             """On the copy's thread."""
             if error is None:
-                self._tell_staged(ref, save, stager.seal(slot, ref, placed))
+                self._saves.hand_over(ref, stager.seal(slot, ref, placed))
                 return
             slot.release()
-            if not save.done():
-                self._give_up(ref, error)
+            if not self._saves.is_over(ref):
+                self._saves.give_up(ref, error)
 
         def add_wait(waited_s: float) -> None:
-            save.guard_s += waited_s
+            save.add_guard(waited_s)
 
         try:
             assert stager.layout is not None
@@ -676,83 +531,6 @@ class Checkpointer:
             overlap.settle()
             slot.release()
             raise
-
-    def _tell_staged(self, ref: SaveRef, save: Save, staged: StagedImage) -> None:
-        """Keep the slot for the daemon and say that it is complete, if anybody still wants it."""
-        with self._changed:
-            if save.done():
-                # Another rank could not go on: nobody is going to read this image.
-                staged.slot.release()
-                return
-            self._slots.hold(ref.save_id, staged.slot)
-        save.advance("staged")
-        self._session.say(
-            Staged(
-                save=ref,
-                layout_id=staged.record.layout_id,
-                arena=str(staged.arena),
-                slot=staged.slot.index,
-                image_bytes=staged.record.image_bytes,
-            )
-        )
-
-    def _plan(
-        self, ref: SaveRef, save: Save, content: Content, *, is_still: bool = True
-    ) -> dict[int, bytes] | None:
-        """Offer the items, wait for this rank's layout and put it in force.
-
-        Returns the serialised objects; None if the save ended meanwhile. Raises UsageError
-        ("unpicklable"), Rejected ("shm-too-small").
-        """
-        offer, objects = self._reader.offer(content, is_still=is_still)
-        self._session.say(
-            Offered(save=ref, fingerprint=content.structure, offer=encode_offer(offer))
-        )
-        with self._changed:
-            wait_telling(
-                self._changed,
-                lambda: ref.save_id in self._layouts_ready or save.done(),
-                self._deadline_s + JOIN_S,
-                f"{self} waits for its layout: every rank has to call save() or prepare()",
-            )
-            ready = self._layouts_ready.pop(ref.save_id, None)
-        if ready is None:
-            if not save.done():
-                raise Unavailable("timeout", f"no layout came within {self._deadline_s:g} s")
-            if ref.is_plan_only:
-                raise save.failure()
-            return None
-        for warning in ready.warnings if self.rank == 0 else ():
-            log.warning("%s", error_of(warning, MilepostError))
-        plan = _Plan(ready.layout_id, tuple(unpack_assigned(ready.assigned, len(content.items))))
-        self._lay_out(save, content.items, plan, objects)
-        with self._changed:
-            self._plans[content.structure] = plan
-            while len(self._plans) > LAYOUTS_MAX:
-                del self._plans[next(iter(self._plans))]
-        return objects
-
-    def _lay_out(
-        self, save: Save, items: Items, plan: _Plan, objects: dict[int, bytes] | None
-    ) -> None:
-        """Put a layout in force; see `Slots.lay_out`."""
-        self._slots.lay_out(
-            items,
-            plan.assigned,
-            plan.layout_id,
-            objects,
-            is_over=save.done,
-            may_wait=self._on_busy == "wait",
-        )
-
-    def _give_up(self, ref: SaveRef, error: MilepostError) -> None:
-        """This rank cannot complete the save: it ends here and, by the daemon's word,
-        everywhere.
-        """
-        cause = Cause(error.code, error.message, error.hint, self.node.node_id, self.rank)
-        self._session.say(Unable(save=ref, cause=cause))
-        is_raised = ref.is_plan_only or isinstance(error, UsageError)
-        self._end(ref.save_id, "failed", cause, is_raised=is_raised)
 
     # --- what is there
 
@@ -805,7 +583,7 @@ class Checkpointer:
         def choose() -> bytes:
             chosen, name = choose_checkpoint(Root(self.root), step)
             attempt = self.attempt
-            if self._step_last > chosen:
+            if self._saves.last_step > chosen:
                 # What this attempt saved beyond is history from now on: a new branch begins.
                 attempt = Root(self.root).claim_attempt(self.job)
             return json.dumps([chosen, name, attempt]).encode()
@@ -813,7 +591,9 @@ class Checkpointer:
         told = tell_all(self._group, f"load/{self._loads}", choose, self._deadline_s)
         chosen, name, attempt = json.loads(told)
         if attempt != self.attempt:
-            self._begin_branch(attempt)
+            # Arenas carry their attempt's number, and those of earlier ones are swept away.
+            self._slots.close(unlink=True)
+            self._begin_attempt(attempt)
         with reading(Root(self.root), name):
             if verify:
                 topic = f"verify/{self._loads}"
@@ -826,19 +606,10 @@ class Checkpointer:
                 partial=partial,
                 process_group=self._process_group,
             )
-        self._taken[name] = "the checkpoint this attempt resumed from"
+        self._saves.resume(name)
         if not partial and self.rank == 0:
             warn_of_unexpected(report)
         return report
-
-    def _begin_branch(self, attempt: int) -> None:
-        """Go on as another attempt of the job; nothing is under way."""
-        self.attempt = attempt
-        self._taken.clear()
-        self._step_last = -1
-        # Arenas carry their attempt's number, and those of earlier ones are swept away.
-        self._slots.close(unlink=True)
-        self._slots = self._make_slots(self._slots.count)
 
     @property
     def preempted(self) -> bool:
@@ -863,9 +634,7 @@ class Checkpointer:
         """
         check_timeout(timeout_s)
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
-            pending = list(self._saves.values())
-        for save in pending:
+        for save in self._saves.under_way():
             left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
             try:
                 save.wait(left_s)
@@ -916,9 +685,11 @@ class Checkpointer:
             raise UsageError("closed", f"{self!r} is closed", "make a new one")
 
     def _raise_failures(self) -> None:
-        with self._changed:
-            failures, self._failures = self._failures, []
-        for save in failures:
+        for save in self._saves.take_failures():
             # A failure that `wait()` has raised is known.
             if not save.is_told:
                 raise save.failure()
+
+    @property
+    def _slots(self) -> Slots:
+        return self._saves.slots

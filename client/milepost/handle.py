@@ -11,25 +11,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from milepost.concurrency.waiting import check_timeout, make_condition
 from milepost.errors import SaveFailed, UsageError
+from milepost.ledger import ENDED, STAGED
 from milepost.wire.causes import error_of
 
 if TYPE_CHECKING:
     from milepost.wire.messages import Cause
 
 log = logging.getLogger("milepost")
-
-ENDED: Final = frozenset({"committed", "failed", "skipped", "outcome-unknown"})
-"""Phases that a save does not leave."""
-
-EARLY_ENDS_MAX: Final = 64
-"""Ranks are a few saves ahead of each other, and ends of saves that were called are kept too."""
-
-STAGED: Final = frozenset({"staged", "writing", "prepared", "committed"})
-"""Phases in which the image is complete."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +39,6 @@ class Checkpoint:
     path: Path
     bytes: int
     elapsed_s: float
-
-
-def not_staged(rank: int, error: BaseException) -> SaveFailed:
-    """Return why a rank could not stage, for what is no error of ours."""
-    code = "internal" if isinstance(error, Exception) else "aborted"
-    return SaveFailed(code, f"rank {rank} could not stage: {error!r}")
-
-
-class EarlyEnds:
-    """Saves that other ranks have ended before this one called them. Keeps `EARLY_ENDS_MAX`."""
-
-    def __init__(self) -> None:
-        self._ends: dict[str, tuple[str, Cause]] = {}
-
-    def keep(self, save_id: str, phase: str, cause: Cause) -> None:
-        """Note the end of a save that is not known here (yet)."""
-        self._ends[save_id] = (phase, cause)
-        while len(self._ends) > EARLY_ENDS_MAX:
-            del self._ends[next(iter(self._ends))]
-
-    def take(self, save_id: str) -> tuple[str, Cause] | None:
-        """Return how the save ended, phase and cause, if it has."""
-        return self._ends.pop(save_id, None)
 
 
 class Save:
@@ -131,7 +100,8 @@ class Save:
         """
         self._wait_until(self.done, timeout_s, "committed")
         if self._checkpoint is None:
-            self.is_told = True
+            with self._changed:
+                self.is_told = True
             raise self.failure()
         return self._checkpoint
 
@@ -162,6 +132,11 @@ class Save:
         return error
 
     # --- for the Checkpointer
+
+    def add_guard(self, waited_s: float) -> None:
+        """Note how long the guard has kept a thread."""
+        with self._changed:
+            self.guard_s += waited_s
 
     def advance(self, phase: str) -> None:
         """Move to a later phase that is no end."""

@@ -122,6 +122,12 @@ class Session:
             self._refusal = None
         return welcome
 
+    @property
+    def node_id(self) -> str:
+        """The node whose daemon has answered; "" before the first hello."""
+        with self._changed:
+            return "" if self._welcome is None else self._welcome.node.node_id
+
     def _say_hello(self) -> tuple[Connection, Welcome]:
         started_s = time.monotonic()
         while True:

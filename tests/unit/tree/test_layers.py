@@ -14,9 +14,9 @@ import pytest
 from tests.unit.tree.source_tree import CLIENT, CORE, DAEMON, SOURCES, TREE, imports, named, parsed
 
 CLIENT_ROOMS = (
-    "errors", "concurrency", "wire", "format", "storage", "memory", "link", "dcp_format", "state",
-    "staging", "reading", "handle", "options", "advice", "checkpointer", "__init__", "tools",
-    "demo", "cli", "__main__",
+    "errors", "concurrency", "wire", "ledger", "format", "storage", "memory", "link", "dcp_format",
+    "state", "staging", "reading", "handle", "options", "advice", "saving", "checkpointer",
+    "__init__", "tools", "demo", "cli", "__main__",
 )  # fmt: skip
 """Folders and single files of `milepost`; each imports only from those before it."""
 
@@ -27,8 +27,8 @@ DAEMON_ROOMS = (
 """The same for `milepostd`."""
 
 TORCH_FREE = {
-    "errors", "concurrency", "wire", "format", "storage", "memory", "link", "tools", "cli",
-    "core", "ops", "journal", "transport", "executors", "runtime", "__init__",
+    "errors", "concurrency", "wire", "ledger", "format", "storage", "memory", "link", "tools",
+    "cli", "core", "ops", "journal", "transport", "executors", "runtime", "__init__",
 }  # fmt: skip
 """Rooms of both packages that can be imported where torch is not wanted."""
 
@@ -129,6 +129,12 @@ def test_the_core_is_pure() -> None:
         and not (names and set(names) <= PURE_IN_PART.get(module, set()))
     ]
     assert [] == found
+
+
+def test_the_ledger_of_saves_is_pure() -> None:
+    """The simulation drives it as it is, beside a clock and threads of its own."""
+    may_import = CORE_MAY_IMPORT - {"msgspec"}
+    assert [] == [module for module, _ in imports(CLIENT / "ledger.py") if module not in may_import]
 
 
 def test_what_the_core_imports_is_pure_too() -> None:

@@ -1,0 +1,358 @@
+"""What one rank knows of its saves: messages in, decisions out.
+
+Owns the saves that are open, the layouts that have come for them, the plans by structure, the names
+that are taken, the failures that are still to be raised, and the numbers of saves. It is pure: no
+thread, lock, socket, clock, file, log or torch. `milepost.saving.saves` keeps a lock around it and
+carries out what it decides; the simulation drives the same object.
+
+A save is open from `open` until the ledger decides how it ends. The caller gives each save a
+handle, which the ledger returns in its decisions and never looks at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeAlias, TypeVar
+
+from milepost.wire.messages import (
+    Cause,
+    Concluded,
+    LayoutReady,
+    Progress,
+    SaveRef,
+    SlotFreed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ENDED: Final = frozenset({"committed", "failed", "skipped", "outcome-unknown"})
+"""Phases that a save does not leave."""
+
+STAGED: Final = frozenset({"staged", "writing", "prepared", "committed"})
+"""Phases in which the image is complete."""
+
+LAYOUTS_MAX: Final = 8
+"""How many structures are remembered with their layouts: with and without optimizer state, say, in
+turn."""
+
+EARLY_ENDS_MAX: Final = 64
+"""How many ends of saves are kept that this rank has not called yet: other ranks may be a few saves
+ahead."""
+
+H = TypeVar("H")
+
+
+class KnownPlan(NamedTuple):
+    """The layout that this rank was given for one structure."""
+
+    layout_id: str
+    assigned: tuple[int, ...]
+
+
+# --- decisions ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EndCommitted(Generic[H]):
+    """End the handle as committed."""
+
+    handle: H
+    ref: SaveRef
+    message: Concluded
+
+
+@dataclass(frozen=True)
+class EndUncommitted(Generic[H]):
+    """End the handle as `outcome`: failed, skipped or outcome-unknown."""
+
+    handle: H
+    ref: SaveRef
+    outcome: str
+    cause: Cause
+    is_logged: bool
+    """Whether the log tells of it; what a call raises is not logged, too."""
+
+
+@dataclass(frozen=True)
+class Advance(Generic[H]):
+    """Move the handle to a later phase that is no end."""
+
+    handle: H
+    phase: str
+
+
+@dataclass(frozen=True)
+class FreeSlot:
+    """Give the save's slot back, if it holds one: the daemon does not read it any more."""
+
+    save_id: str
+
+
+@dataclass(frozen=True)
+class LoseArena:
+    """Make a new arena for the next save: the file of the present one was taken away."""
+
+
+@dataclass(frozen=True)
+class ForgetWords:
+    """Tell a restarted daemon nothing of this save any more: its end is known."""
+
+    save_id: str
+
+
+Decision: TypeAlias = (
+    EndCommitted[H] | EndUncommitted[H] | Advance[H] | FreeSlot | LoseArena | ForgetWords
+)
+
+
+# --- the ledger ---------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class OpenSave(Generic[H]):
+    """A save that has not ended.
+
+    Attributes:
+        ref: its names.
+        handle: the caller's.
+        phase: "staging" until `staged`, then as the daemon tells.
+        layout: what this rank shall write, once it is known.
+    """
+
+    ref: SaveRef
+    handle: H
+    phase: str = "staging"
+    layout: LayoutReady | None = None
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the image is complete."""
+        return self.phase != "staging"
+
+
+class Ledger(Generic[H]):
+    """See the module's docstring. One thread at a time.
+
+    Args:
+        is_raising: failures are kept until `take_failures`, for a caller that raises them.
+    """
+
+    def __init__(self, *, is_raising: bool = False) -> None:
+        self._is_raising = is_raising
+        self._job = ""
+        self._attempt = 0
+        self._count = 0
+        self._open: dict[str, OpenSave[H]] = {}
+        self._plans: dict[str, KnownPlan] = {}
+        """By fingerprint."""
+        self._failures: list[H] = []
+        self._taken: dict[str, str] = {}
+        """Directory names that this attempt has saved under or resumed from, and which it was."""
+        self._early_ends: dict[str, tuple[str, Cause]] = {}
+        self._last_step = -1
+
+    def begin(self, job: str, attempt: int) -> None:
+        """Number the saves that come as those of this attempt. Nothing is under way.
+
+        What an earlier attempt has saved may be saved again. The count goes on, so that an id is
+        never given twice.
+        """
+        self._job, self._attempt = job, attempt
+        self._taken.clear()
+        self._last_step = -1
+
+    # --- what is asked
+
+    @property
+    def open_saves(self) -> tuple[OpenSave[H], ...]:
+        """The saves that have not ended, oldest first."""
+        return tuple(self._open.values())
+
+    def is_open(self, save_id: str) -> bool:
+        """Whether the save has been opened and has not ended."""
+        return save_id in self._open
+
+    def layout_of(self, save_id: str) -> LayoutReady | None:
+        """Return the layout that has come for an open save, if one has."""
+        save = self._open.get(save_id)
+        return None if save is None else save.layout
+
+    def plan_of(self, structure: str) -> KnownPlan | None:
+        """Return the layout that a structure has had, if it still holds."""
+        return self._plans.get(structure)
+
+    def taken_by(self, name: str) -> str | None:
+        """Return what of this attempt has a directory's name; None: it is free."""
+        return self._taken.get(name)
+
+    @property
+    def last_step(self) -> int:
+        """Greatest step that this attempt has committed, or may yet commit; -1: none."""
+        return self._last_step
+
+    def take_failures(self) -> list[H]:
+        """Return the failures that are to be raised, oldest first, each once."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    # --- what this rank does
+
+    def name_save(self, step: int, name: str, *, is_plan_only: bool = False) -> SaveRef:
+        """Give the next save its names: the same on all ranks, without a message, since each of
+        them counts its calls.
+        """
+        self._count += 1
+        return SaveRef(
+            job=self._job,
+            save_id=f"{self._attempt}-{self._count}",
+            step=step,
+            name=name,
+            # The caller has refused what must not be replaced; what is left is of an abandoned
+            # future, or may be overwritten.
+            overwrite=True,
+            is_plan_only=is_plan_only,
+        )
+
+    def open(self, ref: SaveRef, handle: H) -> Sequence[Decision[H]]:
+        """Take a save up; it ends at once if the other ranks have ended it already."""
+        save = self._open[ref.save_id] = OpenSave(ref, handle)
+        if not ref.is_plan_only:
+            self._taken[ref.name] = f"save {ref.save_id} of this attempt"
+        early = self._early_ends.pop(ref.save_id, None)
+        return [] if early is None else self._end(save, *early)
+
+    def keep_plan(self, structure: str, plan: KnownPlan) -> None:
+        """Remember the layout of a structure, in place of the oldest if there are too many."""
+        self._plans[structure] = plan
+        while len(self._plans) > LAYOUTS_MAX:
+            del self._plans[next(iter(self._plans))]
+
+    def stage(self, save_id: str) -> Sequence[Decision[H]]:
+        """Note that the image is complete. Returns nothing if the save has ended: then nobody is
+        going to read the image.
+        """
+        save = self._open.get(save_id)
+        if save is None:
+            return []
+        save.phase = "staged"
+        return [Advance(save.handle, save.phase)]
+
+    def give_up(
+        self, save_id: str, cause: Cause, *, is_raised: bool = False
+    ) -> Sequence[Decision[H]]:
+        """End a save that this rank cannot complete, if it has not ended. `is_raised`: the caller
+        raises the cause.
+        """
+        save = self._open.get(save_id)
+        return [] if save is None else self._end(save, "failed", cause, is_raised=is_raised)
+
+    def close_plan(self, save_id: str) -> Sequence[Decision[H]]:
+        """End what was opened for the sake of a layout only."""
+        save = self._open.pop(save_id, None)
+        if save is None:
+            return []
+        cause = Cause("aborted", "it was to prepare only")
+        return [EndUncommitted(save.handle, save.ref, "skipped", cause, is_logged=False)]
+
+    def resume(self, name: str) -> None:
+        """Note that this attempt goes on from a checkpoint, which it does not replace."""
+        self._taken[name] = "the checkpoint this attempt resumed from"
+
+    # --- what it hears
+
+    def heard(self, message: object) -> Sequence[Decision[H]]:
+        """Take a message of the daemon; one that tells nothing of saves changes nothing."""
+        match message:
+            case LayoutReady():
+                # One that comes after its save has ended would never be fetched.
+                if save := self._open.get(message.save_id):
+                    save.layout = message
+            case Progress():
+                save = self._open.get(message.save_id)
+                if save is not None and save.is_staged:
+                    save.phase = message.phase
+                    return [Advance(save.handle, save.phase)]
+            case Concluded():
+                return self._concluded(message)
+            case SlotFreed():
+                return [FreeSlot(message.save_id)]
+            case _:
+                pass
+        return []
+
+    def gone(self, cause: Cause) -> Sequence[Decision[H]]:
+        """End all open saves: the daemon does not come back.
+
+        A daemon that was only stopped goes on with what is staged, and so do those of other nodes:
+        how these saves end is not known.
+        """
+        unknown = Cause(
+            "outcome-unknown",
+            f"all of it was staged, and {cause.message}",
+            "it may still be committed: steps() and `milepost list` tell",
+            cause.node,
+            cause.rank,
+        )
+        decisions: list[Decision[H]] = []
+        for save in self.open_saves:
+            if save.is_staged:
+                decisions += self._end(save, "outcome-unknown", unknown)
+            else:
+                decisions += self._end(save, "failed", cause)
+            decisions.append(FreeSlot(save.ref.save_id))
+        return decisions
+
+    def _concluded(self, message: Concluded) -> Sequence[Decision[H]]:
+        save_id = message.save_id
+        decisions: list[Decision[H]] = [ForgetWords(save_id)]
+        if not message.layout_valid:
+            self._plans.clear()
+        if message.slot_free:
+            decisions.append(FreeSlot(save_id))
+        save = self._open.get(save_id)
+        cause = message.cause or Cause("internal", "the daemon gave no reason")
+        if save is None:
+            if message.outcome != "committed":
+                self._keep_early(save_id, message.outcome, cause)
+        elif message.outcome == "committed":
+            self._last_step = max(self._last_step, save.ref.step)
+            del self._open[save_id]
+            decisions.append(EndCommitted(save.handle, save.ref, message))
+        else:
+            decisions += self._end(save, message.outcome, cause)
+        return decisions
+
+    def _end(
+        self, save: OpenSave[H], outcome: str, cause: Cause, *, is_raised: bool = False
+    ) -> Sequence[Decision[H]]:
+        """End a save that has not become a checkpoint, as far as this rank knows."""
+        ref, decisions = save.ref, list[Decision[H]]()
+        if not ref.is_plan_only:
+            if outcome == "outcome-unknown":
+                self._last_step = max(self._last_step, ref.step)
+            else:
+                self._taken.pop(ref.name, None)
+        if cause.code == "arena-invalid":
+            decisions.append(LoseArena())
+        is_told = is_raised or ref.is_plan_only or outcome == "skipped"
+        if self._is_raising and not is_told:
+            self._failures.append(save.handle)
+        # Last, so that an interrupt before it leaves a save that can be ended again.
+        del self._open[ref.save_id]
+        decisions.append(EndUncommitted(save.handle, ref, outcome, cause, is_logged=not is_told))
+        return decisions
+
+    def _keep_early(self, save_id: str, outcome: str, cause: Cause) -> None:
+        """Note how a save ended that this rank has not called yet."""
+        if _count_of(save_id) <= self._count:
+            return
+        self._early_ends[save_id] = (outcome, cause)
+        while len(self._early_ends) > EARLY_ENDS_MAX:
+            del self._early_ends[next(iter(self._early_ends))]
+
+
+def _count_of(save_id: str) -> int:
+    """Return the second part of `<attempt>-<count>`, which goes on from attempt to attempt."""
+    count = save_id.rpartition("-")[2]
+    return int(count) if count.isdecimal() else 0

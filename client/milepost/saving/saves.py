@@ -1,0 +1,233 @@
+"""The saves of one rank: the ledger behind its lock, and its decisions carried out.
+
+Owns the lock that guards the ledger and the slots, and the waiting for what the ledger will know.
+It must not know of states, tensors or plans.
+
+Threads: everything here is for any thread. Decisions are carried out after the lock was released,
+so what a handle calls back runs outside of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from milepost.concurrency.waiting import make_condition, wait_telling
+from milepost.errors import MilepostError, SaveFailed, UsageError
+from milepost.handle import Checkpoint, Save
+from milepost.ledger import (
+    Advance,
+    Decision,
+    EndCommitted,
+    EndUncommitted,
+    ForgetWords,
+    FreeSlot,
+    KnownPlan,
+    Ledger,
+    LoseArena,
+)
+from milepost.wire.messages import (
+    AbortWanted,
+    Cause,
+    DaemonMessage,
+    LayoutReady,
+    SaveRef,
+    Staged,
+    Unable,
+)
+
+if TYPE_CHECKING:
+    from milepost.link.session import Session
+    from milepost.staging.slots import Slots
+    from milepost.staging.stager import StagedImage
+
+log = logging.getLogger("milepost")
+
+
+def not_staged(rank: int, error: BaseException) -> SaveFailed:
+    """Return why a rank could not stage, for what is no error of ours."""
+    code = "internal" if isinstance(error, Exception) else "aborted"
+    return SaveFailed(code, f"rank {rank} could not stage: {error!r}")
+
+
+class Saves:
+    """See the module's docstring.
+
+    Args:
+        session: where words about saves go.
+        rank: this one.
+        is_raising: failures are kept until `take_failures`.
+
+    Attributes:
+        changed: guards the ledger and who holds which slot. Notified whenever a save has ended, a
+            layout has come or a slot is free.
+    """
+
+    def __init__(self, session: Session, rank: int, *, is_raising: bool) -> None:
+        self._session = session
+        self._rank = rank
+        self.changed = make_condition()
+        self._ledger: Ledger[Save] = Ledger(is_raising=is_raising)
+        self._slots: Slots | None = None
+
+    def begin(self, job: str, attempt: int, slots: Slots) -> None:
+        """Go on as this attempt, with slots of its own. Nothing is under way."""
+        with self.changed:
+            self._ledger.begin(job, attempt)
+            self._slots = slots
+
+    # --- what a call does
+
+    def open(self, step: int, name: str, *, is_plan_only: bool = False) -> tuple[SaveRef, Save]:
+        """Name the next save and have what is heard of it reach its handle."""
+        with self.changed:
+            ref = self._ledger.name_save(step, name, is_plan_only=is_plan_only)
+        save = Save(step, name, ref.save_id, lambda: self._session.send(AbortWanted(save=ref)))
+        self._decide(lambda ledger: ledger.open(ref, save))
+        return ref, save
+
+    def await_layout(self, ref: SaveRef, timeout_s: float, what: str) -> LayoutReady | None:
+        """Wait for the layout of an open save; None: it has ended, or nothing came in time."""
+        with self.changed:
+            wait_telling(
+                self.changed,
+                lambda: (
+                    self._ledger.layout_of(ref.save_id) is not None
+                    or not self._ledger.is_open(ref.save_id)
+                ),
+                timeout_s,
+                what,
+            )
+            return self._ledger.layout_of(ref.save_id)
+
+    def hand_over(self, ref: SaveRef, staged: StagedImage) -> None:
+        """Keep the slot for the daemon and say that it is complete, if anybody still wants it."""
+        with self.changed:
+            decisions = self._ledger.stage(ref.save_id)
+            if not decisions:
+                # Another rank could not go on: nobody is going to read this image.
+                staged.slot.release()
+                return
+            self.slots.hold(ref.save_id, staged.slot)
+        self._carry_out(decisions)
+        self._session.say(
+            Staged(
+                save=ref,
+                layout_id=staged.record.layout_id,
+                arena=str(staged.arena),
+                slot=staged.slot.index,
+                image_bytes=staged.record.image_bytes,
+            )
+        )
+
+    def give_up(self, ref: SaveRef, error: BaseException) -> None:
+        """End a save that this rank cannot complete; by the daemon's word it ends everywhere."""
+        told = error if isinstance(error, MilepostError) else not_staged(self._rank, error)
+        cause = Cause(told.code, told.message, told.hint, self._session.node_id, self._rank)
+        self._session.say(Unable(save=ref, cause=cause))
+        is_raised = isinstance(error, UsageError)
+        self._decide(lambda ledger: ledger.give_up(ref.save_id, cause, is_raised=is_raised))
+
+    def close_plan(self, ref: SaveRef) -> None:
+        """End what was opened for the sake of a layout only."""
+        self._session.settle(ref.save_id)
+        self._decide(lambda ledger: ledger.close_plan(ref.save_id))
+
+    def keep_plan(self, structure: str, plan: KnownPlan) -> None:
+        """Remember the layout of a structure."""
+        with self.changed:
+            self._ledger.keep_plan(structure, plan)
+
+    def resume(self, name: str) -> None:
+        """Note that this attempt goes on from a checkpoint."""
+        with self.changed:
+            self._ledger.resume(name)
+
+    # --- what is asked
+
+    def is_over(self, ref: SaveRef) -> bool:
+        """Whether the save has ended."""
+        with self.changed:
+            return not self._ledger.is_open(ref.save_id)
+
+    def plan_of(self, structure: str) -> KnownPlan | None:
+        """Return the layout that a structure has had, if it still holds."""
+        with self.changed:
+            return self._ledger.plan_of(structure)
+
+    def taken_by(self, name: str) -> str | None:
+        """Return what of this attempt has a directory's name; None: it is free."""
+        with self.changed:
+            return self._ledger.taken_by(name)
+
+    @property
+    def last_step(self) -> int:
+        """Greatest step that this attempt has committed, or may yet commit; -1: none."""
+        with self.changed:
+            return self._ledger.last_step
+
+    def under_way(self) -> list[Save]:
+        """Return the handles of the saves that have not ended."""
+        with self.changed:
+            return [each.handle for each in self._ledger.open_saves]
+
+    def told(self, save_ids: Collection[str]) -> str:
+        """Return in words how far those of these saves are that have not ended."""
+        with self.changed:
+            return ", ".join(
+                f"step {each.ref.step} is {each.phase}"
+                for each in self._ledger.open_saves
+                if each.ref.save_id in save_ids
+            )
+
+    def take_failures(self) -> list[Save]:
+        """Return the failures that are to be raised, each once."""
+        with self.changed:
+            return self._ledger.take_failures()
+
+    # --- what is heard
+
+    def heard(self, message: DaemonMessage) -> None:
+        """Take a message; on the connection's thread."""
+        self._decide(lambda ledger: ledger.heard(message))
+
+    def gone(self, cause: Cause) -> None:
+        """End what waits for a daemon that does not come back; on the session's thread."""
+        placed = Cause(cause.code, cause.message, cause.hint, self._session.node_id, self._rank)
+        self._decide(lambda ledger: ledger.gone(placed))
+
+    # --- decisions
+
+    def _decide(self, ask: Callable[[Ledger[Save]], Sequence[Decision[Save]]]) -> None:
+        with self.changed:
+            decisions = ask(self._ledger)
+            self.changed.notify_all()
+        self._carry_out(decisions)
+
+    def _carry_out(self, decisions: Sequence[Decision[Save]]) -> None:
+        for decision in decisions:
+            match decision:
+                case EndCommitted(save, ref, message):
+                    path, size = Path(message.path), message.checkpoint_bytes
+                    save.commit(Checkpoint(ref.step, path, size, message.elapsed_s))
+                case EndUncommitted(save, ref, outcome, cause, is_logged):
+                    save.fail(outcome, cause)
+                    if is_logged:
+                        names = (ref.save_id, ref.step, outcome)
+                        log.warning("save %s of step %s %s: %s", *names, save.failure())
+                case Advance(save, phase):
+                    save.advance(phase)
+                case FreeSlot(save_id):
+                    self.slots.free(save_id)
+                case LoseArena():
+                    self.slots.lose()
+                case ForgetWords(save_id):
+                    self._session.settle(save_id)
+
+    @property
+    def slots(self) -> Slots:
+        """The slots of the present attempt."""
+        assert self._slots is not None
+        return self._slots
