@@ -18,7 +18,14 @@ from typing import IO, Final
 from benchmarks.coordinator import RANKS_A_NODE, Coordinator
 from benchmarks.results import Planned
 from milepost.format.layout import PAGE_BYTES, align, place
-from milepost.format.manifest import FRAGMENT_PREFIX, Fragment, FragmentFile, encode
+from milepost.format.manifest import (
+    FRAGMENT_PREFIX,
+    STRETCH_BYTES,
+    Fragment,
+    FragmentFile,
+    encode,
+    pack_crcs,
+)
 from milepost.storage.root import Root
 from milepost.wire.messages import RankReport, SaveRef, WrittenFile
 from milepost.wire.offers import Kind, Offer, encode_offer, unpack_assigned
@@ -187,6 +194,7 @@ def _write(root: Root, save: SaveRef, made: PlanReady, tensors: int) -> IndexWan
                 file_bytes=length,
                 crcs=tuple(range(count)),
                 objects=(),
+                stretches=pack_crcs(range(-(-length // STRETCH_BYTES))),
             )
         )
     names = []

@@ -9,11 +9,14 @@ and every field added later has a default. No torch.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import msgpack
 import msgspec
+from isal import isal_zlib
 
 from milepost.errors import CorruptCheckpoint
 
@@ -22,6 +25,11 @@ METADATA_NAME: Final = ".metadata"
 """torch's index beside it: a directory that has none is no checkpoint."""
 FRAGMENT_PREFIX: Final = ".fragment-"
 FORMAT_VERSION: Final = 1
+
+STRETCH_BYTES: Final = 1 << 20
+"""A data file has a CRC for each so many bytes, from its start on: few enough to be no burden, and
+short enough that a part of a large tensor is checked without much of the rest. No format depends on
+it: a manifest says its own."""
 
 
 class FragmentFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +44,9 @@ class FragmentFile(msgspec.Struct, frozen=True, kw_only=True):
     crcs: tuple[int, ...]
     objects: tuple[tuple[int, int, int, int], ...]
     """(item of the offer, offset, length, CRC-32) of each serialised object."""
+    stretches: bytes = b""
+    """CRC-32 of each `STRETCH_BYTES` of the file, the last may be shorter, by `pack_crcs`; empty:
+    not known."""
 
 
 class Fragment(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,28 +83,63 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """CRC-32 over the blob's whole container."""
     index_crc: int = -1
     """CRC-32 of `.metadata`; -1: not recorded."""
+    stretch_bytes: int = 0
+    """How many bytes of a file each entry of `stretches` is about."""
+    stretches: tuple[bytes, ...] = ()
+    """By file, the CRC-32 of each stretch of it from its start on, the last may be shorter, by
+    `pack_crcs`; of a file whose stretches are not known, nothing. Empty as a whole: of none."""
+
+
+_SELF_CRC: Final = b"\xa8self_crc\xce"
+"""How the last field of a manifest begins: its name, and the mark of four bytes to come."""
+
+
+def pack_crcs(crcs: Sequence[int]) -> bytes:
+    """Return checksums as little-endian numbers of four bytes."""
+    return struct.pack(f"<{len(crcs)}I", *crcs)
 
 
 def encode(value: Fragment | Manifest) -> bytes:
-    """Return the msgpack form."""
-    packed: bytes = msgpack.packb(msgspec.to_builtins(value))
-    return packed
+    """Return the msgpack form. A manifest's ends with the CRC-32 of all that stands before it."""
+    built = msgspec.to_builtins(value, builtin_types=(bytes,))
+    if isinstance(value, Fragment):
+        packed: bytes = msgpack.packb(built)
+        return packed
+    # Space for four bytes is taken by a number that needs them.
+    body: bytes = msgpack.packb({**built, "self_crc": 0xFFFFFFFF})[:-4]
+    assert body.endswith(_SELF_CRC)
+    return body + isal_zlib.crc32(body).to_bytes(4, "big")
 
 
 def decode_fragment(data: bytes) -> Fragment:
     """Read a fragment. Raises CorruptCheckpoint."""
     try:
-        return msgspec.convert(msgpack.unpackb(data, use_list=False), Fragment)
+        return msgspec.convert(
+            msgpack.unpackb(data, use_list=False), Fragment, builtin_types=(bytes,)
+        )
     except (ValueError, msgspec.ValidationError) as error:
         raise CorruptCheckpoint("corrupt", f"malformed manifest fragment: {error}") from error
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Read a manifest. Raises CorruptCheckpoint."""
+    """Read a manifest. Raises CorruptCheckpoint, also if it is not what was written."""
     try:
-        return msgspec.convert(msgpack.unpackb(data, use_list=False), Manifest)
+        fields = msgpack.unpackb(data, use_list=False)
+        _check_itself(data, fields)
+        return msgspec.convert(fields, Manifest, builtin_types=(bytes,))
     except (ValueError, msgspec.ValidationError) as error:
         raise CorruptCheckpoint("corrupt", f"malformed manifest: {error}") from error
+
+
+def _check_itself(data: bytes, fields: object) -> None:
+    """Compare a manifest with its own checksum, which came with `stretches`. Raises ValueError."""
+    body, written = data[:-4], int.from_bytes(data[-4:], "big")
+    if body.endswith(_SELF_CRC):
+        found = isal_zlib.crc32(body)
+        if found != written:
+            raise ValueError(f"its checksum is {found:08x}, written was {written:08x}")
+    elif isinstance(fields, dict) and "stretches" in fields:
+        raise ValueError("its checksum is gone")
 
 
 def read_manifest(checkpoint: Path) -> Manifest | None:

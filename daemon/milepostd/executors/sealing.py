@@ -1,4 +1,5 @@
-"""Seals staged images: puts the CRC of each tensor into its container, just ahead of the writer.
+"""Seals staged images: puts the CRC of each tensor into its container, just ahead of the writer,
+and notes what the manifest has to know.
 
 Knows the layout table and the image's bytes; nothing of files, saves or messages. A thread of its
 own, since reading an image costs a tenth or more of the time that writing it does, and the device
@@ -10,6 +11,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final
 
@@ -17,6 +19,7 @@ from isal import isal_zlib
 
 from milepost.errors import Rejected
 from milepost.format.layout import unpack_table
+from milepost.format.manifest import STRETCH_BYTES
 from milepost.memory.arena import Arena
 from milepost.storage.blocks import BLOCK_BYTES
 
@@ -24,14 +27,24 @@ SMALL_BYTES: Final = 8 << 10
 """Payloads up to this size are read once more for the CRC of their container, which is faster than
 to combine CRCs."""
 
-STRETCH_BYTES: Final = 4 << 20
-"""How much is read at a time."""
+STEP_BYTES: Final = 4 << 20
+"""How much is sealed before the writer is told."""
 
 AHEAD_BYTES: Final = 2 * BLOCK_BYTES
 """How far ahead of the writer: enough for it never to wait, and no burst of work that would take a
 core from training."""
 
 _CRC: Final = struct.Struct("<I")
+
+
+@dataclass(slots=True)
+class Checksums:
+    """The CRCs of one image; complete once all of it is sealed."""
+
+    containers: list[int] = field(default_factory=list)
+    """Of the whole containers, one a row of the table."""
+    stretches: list[int] = field(default_factory=list)
+    """Of each `STRETCH_BYTES` of the image; the last one may be shorter."""
 
 
 class Containers:
@@ -64,39 +77,59 @@ class Containers:
                 raise invalid(arena, f"layout names bytes outside the container at {blob}")
             self.end = max(self.end, end)
 
-    def seal(self, image: memoryview, crcs: list[int]) -> Iterator[int]:
+    def seal(self, image: memoryview, sums: Checksums) -> Iterator[int]:
         """Put each payload's CRC into its container, from the image's start to its end.
 
         Yields up to where the image is as it shall be written, every few MiB, at last all of it.
-        `crcs` gets the CRCs of the whole containers, one a row of the table; all of them are there
-        at the end.
+        `sums` is filled on the way.
         """
         crc32, combine, put = isal_zlib.crc32, isal_zlib.crc32_combine, _CRC.pack_into
         heads = self._heads or [
             crc32(image[blob:payload]) for _, blob, _, payload, _, _, _ in self._rows
         ]
+        crcs = sums.containers
         crcs[:] = [0] * len(self._rows)
+        known: dict[int, int] = {}
         told = 0
         for row in self._order:
             _, blob, blob_bytes, payload, payload_bytes, crc_at, central_crc_at = self._rows[row]
             payload_end, end = payload + payload_bytes, blob + blob_bytes
             crc, at = 0, payload
-            while payload_end - at > STRETCH_BYTES:
-                crc = crc32(image[at : at + STRETCH_BYTES], crc)
-                at += STRETCH_BYTES
-                # The payload's CRC stands behind it.
-                yield (told := at)
-            crc = crc32(image[at:payload_end], crc)
+            while at < payload_end:
+                begin, at = at, min((at // STRETCH_BYTES + 1) * STRETCH_BYTES, payload_end)
+                part = crc32(image[begin:at])
+                crc = combine(crc, part, at - begin) if begin > payload else part
+                if at - begin == STRETCH_BYTES:
+                    known[begin] = part
+                # The payload's own CRC stands behind it.
+                if at < payload_end and at - told >= STEP_BYTES:
+                    yield (told := at)
             put(image, crc_at, crc)
             put(image, central_crc_at, crc)
             if payload_bytes <= SMALL_BYTES:
                 crcs[row] = crc32(image[payload:end], heads[row])
             else:
                 crcs[row] = crc32(image[payload_end:end], combine(heads[row], crc, payload_bytes))
-            if end - told >= STRETCH_BYTES:
+            _add_stretches(sums.stretches, image, end, known)
+            if end - told >= STEP_BYTES:
                 yield (told := end)
         self._heads = heads
+        _add_stretches(sums.stretches, image, len(image), known)
+        if len(image) % STRETCH_BYTES:
+            last = len(sums.stretches) * STRETCH_BYTES
+            sums.stretches.append(crc32(image[last:]))
         yield len(image)
+
+
+def _add_stretches(
+    stretches: list[int], image: memoryview, end: int, known: dict[int, int]
+) -> None:
+    """Append the CRCs of all whole stretches that end by `end`; `known` are those of some, by
+    where they begin.
+    """
+    for at in range(len(stretches) * STRETCH_BYTES, end - STRETCH_BYTES + 1, STRETCH_BYTES):
+        crc = known.pop(at, None)
+        stretches.append(isal_zlib.crc32(image[at : at + STRETCH_BYTES]) if crc is None else crc)
 
 
 class Sealing:
@@ -110,7 +143,7 @@ class Sealing:
     def __init__(self, containers: Containers, image: memoryview) -> None:
         self._containers = containers
         self._image = image
-        self._crcs: list[int] = []
+        self._sums = Checksums()
         self._changed = threading.Condition()
         self._sealed = 0
         """Bytes from the image's start that are as they shall be written."""
@@ -143,14 +176,14 @@ class Sealing:
             if self._error is not None:
                 raise self._error
 
-    def crcs(self) -> tuple[int, ...]:
-        """Return the CRC of each container, in the order of the table, once all are known."""
+    def checksums(self) -> Checksums:
+        """Return the image's checksums once all of it is sealed."""
         self.await_sealed(len(self._image))
-        return tuple(self._crcs)
+        return self._sums
 
     def _run(self) -> None:
         try:
-            for sealed in self._containers.seal(self._image, self._crcs):
+            for sealed in self._containers.seal(self._image, self._sums):
                 with self._changed:
                     self._sealed = sealed
                     self._changed.notify_all()

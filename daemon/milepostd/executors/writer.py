@@ -21,7 +21,7 @@ from isal import isal_zlib
 
 from milepost.errors import StorageError
 from milepost.format.layout import PAGE_BYTES, align
-from milepost.format.manifest import FRAGMENT_PREFIX, Fragment, FragmentFile, encode
+from milepost.format.manifest import FRAGMENT_PREFIX, Fragment, FragmentFile, encode, pack_crcs
 from milepost.memory.arena import Arena, SlotRecord
 from milepost.storage.names import check_name
 from milepost.storage.root import Root
@@ -168,7 +168,7 @@ def _write(
             name = _write_new(
                 root, directory, record.rank, image, on_bytes, before_block, pace.block_bytes
             )
-            crcs = sealing.crcs()
+            sums = sealing.checksums()
     if staged.record() != record:
         raise invalid(arena, f"slot {slot} was staged anew while it was written")
     return FragmentFile(
@@ -176,7 +176,8 @@ def _write(
         layout_id=layout_id,
         file=name,
         file_bytes=file_bytes,
-        crcs=crcs,
+        crcs=tuple(sums.containers),
+        stretches=pack_crcs(sums.stretches),
         objects=objects,
     )
 

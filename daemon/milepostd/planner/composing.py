@@ -299,6 +299,7 @@ def _manifest_of(
     crcs: list[int] = []
     names: list[str] = []
     sizes: list[int] = []
+    stretches: list[bytes] = []
     for rank, tensors in composition.tensors.items():
         file, offer, counted = files[rank], composition.offers[rank], composition.counted[rank]
         if not file.file:
@@ -325,6 +326,7 @@ def _manifest_of(
         files_of += repeat(len(names), len(keys) - len(files_of))
         names.append(file.file)
         sizes.append(file.file_bytes)
+        stretches.append(file.stretches)
     save = request.save
     return manifest.Manifest(
         job=save.job,
@@ -341,6 +343,8 @@ def _manifest_of(
         offsets=tuple(offsets),
         lengths=tuple(lengths),
         crcs=tuple(crcs),
+        stretch_bytes=manifest.STRETCH_BYTES,
+        stretches=tuple(stretches),
     )
 
 

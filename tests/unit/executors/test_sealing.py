@@ -19,7 +19,7 @@ from tests.unit.executors.test_writer import SAVE, Stage
 from milepost.errors import StorageError
 from milepost.format.layout import TableRow, pack_table
 from milepostd.executors import sealing, throttle
-from milepostd.executors.sealing import Containers, Sealing
+from milepostd.executors.sealing import Checksums, Containers, Sealing
 
 SOON_S = 0.05
 """Long enough for what must not happen to happen."""
@@ -35,8 +35,8 @@ class Slow(Containers):
         self.taken: list[int] = []
         self.may_go_on = threading.Semaphore(0)
 
-    def seal(self, image: memoryview, crcs: list[int]) -> Iterator[int]:
-        crcs[:] = [7]
+    def seal(self, image: memoryview, sums: Checksums) -> Iterator[int]:
+        sums.containers[:] = [7]
         for stretch in self.stretches:
             assert self.may_go_on.acquire(timeout=END_S)
             self.taken.append(stretch)
@@ -72,7 +72,7 @@ def test_who_writes_waits_until_what_it_writes_is_sealed() -> None:
             assert allowed == passed, f"sealed up to {sealed}"
             slow.may_go_on.release()
         writer.join(END_S)
-        assert (7,) == under_test.crcs()
+        assert [7] == under_test.checksums().containers
     assert [] == sealers()
 
 
@@ -95,7 +95,7 @@ def test_sealing_stays_near_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_sealed_fails_the_write_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Containers, image: memoryview, crcs: list[int]) -> Iterator[int]:
+    def broken(self: Containers, image: memoryview, sums: Checksums) -> Iterator[int]:
         yield 4096
         raise ValueError("no checksum today")
 
@@ -111,7 +111,7 @@ def test_a_write_that_fails_ends_its_sealing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sealing, "AHEAD_BYTES", 1)
-    monkeypatch.setattr(sealing, "STRETCH_BYTES", 4096)
+    monkeypatch.setattr(sealing, "STEP_BYTES", 4096)
 
     def refuse(*arguments: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -128,17 +128,19 @@ def test_a_write_that_fails_ends_its_sealing(
 @given(
     payloads=st.lists(st.sampled_from([0, 1, 63, 5000, 9000, 40_000]), min_size=1, max_size=6),
     order=st.randoms(use_true_random=False),
+    stretch_bytes=st.sampled_from([4096, 16384, 1 << 20]),
 )
 @settings(max_examples=25, deadline=None)
 def test_every_block_holds_its_checksums_in_whatever_order_the_table_names_them(
-    tmp_path_factory: pytest.TempPathFactory, payloads: list[int], order: Any
+    tmp_path_factory: pytest.TempPathFactory, payloads: list[int], order: Any, stretch_bytes: int
 ) -> None:
     stage = Stage(tmp_path_factory.mktemp("stage"), payloads, [])
     rows = [*stage.rows]
     order.shuffle(rows)
     table = cast("Any", type("Table", (), {"path": "arena", "table": pack_table(rows)}))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sealing, "STRETCH_BYTES", 4096)
+        patched.setattr(sealing, "STEP_BYTES", 4096)
+        patched.setattr(sealing, "STRETCH_BYTES", stretch_bytes)
         patched.setattr(sealing, "AHEAD_BYTES", 1)
         image = stage.image
         seen = bytearray()
@@ -147,9 +149,12 @@ def test_every_block_holds_its_checksums_in_whatever_order_the_table_names_them(
             for end in [*range(4096, len(image), 4096), len(image)]:
                 under_test.await_sealed(end)
                 seen += image[len(seen) : end]
-            crcs = under_test.crcs()
-    for row, crc in zip(rows, crcs, strict=True):
+            sums = under_test.checksums()
+    for row, crc in zip(rows, sums.containers, strict=True):
         _check(row, crc, seen)
+    assert sums.stretches == [
+        zlib.crc32(seen[at : at + stretch_bytes]) for at in range(0, len(seen), stretch_bytes)
+    ]
 
 
 def _check(row: TableRow, crc: int, file: bytearray) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from milepost.errors import Rejected, SaveFailed, StorageError
 from milepost.format.layout import PAGE_BYTES, TableRow, align, pack_table, place
-from milepost.format.manifest import FragmentFile, decode_fragment
+from milepost.format.manifest import STRETCH_BYTES, FragmentFile, decode_fragment, pack_crcs
 from milepost.memory.arena import Arena, SlotRecord, record_bytes
 from milepost.storage import blocks
 from milepost.storage.root import Root
@@ -122,6 +122,12 @@ def test_the_file_is_the_image_with_true_checksums(
     )
     assert fragment.objects == tuple(
         (*where, zlib.crc32(data)) for where, data in zip(stage.objects, objects, strict=True)
+    )
+    assert fragment.stretches == pack_crcs(
+        [
+            zlib.crc32(expected[at : at + STRETCH_BYTES])
+            for at in range(0, len(expected), STRETCH_BYTES)
+        ]
     )
 
 

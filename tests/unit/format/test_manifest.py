@@ -5,18 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgpack
+import msgspec
 import pytest
 
 from milepost.errors import CorruptCheckpoint
 from milepost.format.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
+    STRETCH_BYTES,
     Fragment,
     FragmentFile,
     Manifest,
     decode_fragment,
     decode_manifest,
     encode,
+    pack_crcs,
     read_manifest,
 )
 
@@ -35,6 +38,7 @@ FRAGMENT = Fragment(
             file_bytes=1 << 40,
             crcs=(0, 0xFFFFFFFF),
             objects=((2, 4096, 1261, 0x12345678),),
+            stretches=pack_crcs([7, 0xFFFFFFFF]),
         ),
         FragmentFile(rank=4, layout_id="2e", file="", file_bytes=0, crcs=(), objects=()),
     ),
@@ -44,7 +48,7 @@ MANIFEST = Manifest(
     job="run", save_id="1-7", step=7, world=5, torch_version="2.13.0", milepost_version="0.1.0",
     committed_at_ms=1_750_000_000_000, files=("__3_0.distcp",), file_bytes=(1 << 40,),
     keys=("w", "épöch"), files_of=(0, 0), offsets=(0, 4096), lengths=(1577, 1261),
-    crcs=(0xFFFFFFFF, 0),
+    crcs=(0xFFFFFFFF, 0), stretch_bytes=STRETCH_BYTES, stretches=(pack_crcs([7, 0xFFFFFFFF]),),
 )  # fmt: skip
 
 
@@ -64,6 +68,22 @@ def test_a_checkpoint_that_stock_torch_wrote_has_no_manifest(tmp_path: Path) -> 
 def test_a_manifest_with_unknown_fields_and_without_known_ones_is_read() -> None:
     written = msgpack.packb({"format": FORMAT_VERSION + 1, "step": 7, "colour": "blue"})
     assert Manifest(format=FORMAT_VERSION + 1, step=7) == decode_manifest(written)
+
+
+def test_every_flipped_byte_of_a_manifest_is_found() -> None:
+    written = encode(MANIFEST)
+    for at in range(len(written)):
+        damaged = bytearray(written)
+        damaged[at] ^= 0x10
+        with pytest.raises(CorruptCheckpoint, match="malformed manifest"):
+            decode_manifest(bytes(damaged))
+
+
+def test_a_manifest_from_before_it_had_a_checksum_is_read() -> None:
+    fields = msgspec.to_builtins(MANIFEST, builtin_types=(bytes,))
+    del fields["stretches"], fields["stretch_bytes"]
+    before = msgspec.structs.replace(MANIFEST, stretches=(), stretch_bytes=0)
+    assert decode_manifest(msgpack.packb(fields)) == before
 
 
 @pytest.mark.parametrize("decode", [decode_fragment, decode_manifest])
