@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import sys
 from typing import Any, get_args
 
@@ -68,21 +69,24 @@ def page() -> str:
 
 def _section(kind: type[Any], node: ast.ClassDef) -> str:
     text = f"### {kind.__name__}\n\n{_joined(ast.get_docstring(node) or '')}\n"
-    rows = []
-    for index, statement in enumerate(node.body):
-        if not isinstance(statement, ast.AnnAssign):
-            continue
-        assert isinstance(statement.target, ast.Name)
-        following = node.body[index + 1] if index + 1 < len(node.body) else None
+    rows, values = [], []
+    for statement, following in itertools.pairwise([*node.body, ast.Pass()]):
         said = ""
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             said = _joined(str(following.value.value))
+        if isinstance(statement, ast.Assign):
+            values.append(f"| `{ast.literal_eval(statement.value)}` | {said} |")
+        if not isinstance(statement, ast.AnnAssign):
+            continue
+        assert isinstance(statement.target, ast.Name)
         default = "" if statement.value is None else f"`{ast.unparse(statement.value)}`"
         annotation = ast.unparse(statement.annotation).replace("|", "\\|")
         rows.append(f"| `{statement.target.id}` | `{annotation}` | {default} | {said} |")
     if rows:
         text += "\n| field | type | default | meaning |\n|---|---|---|---|\n"
         text += "\n".join(rows) + "\n"
+    if values:
+        text += "\n| value | meaning |\n|---|---|\n" + "\n".join(values) + "\n"
     return text
 
 

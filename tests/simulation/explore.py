@@ -24,6 +24,7 @@ from milepostd.core.commands import AnyCommand, GiveUp, SlowCommand, WriteImage
 from milepostd.core.events import (
     AnyEvent,
     Discarded,
+    Fate,
     JobRecalled,
     OutcomeFound,
     PeerSaid,
@@ -100,7 +101,7 @@ def _picture(node: Node) -> str:
         for roles in (node.participations, node.coordinations)
         for key, role in roles.items()
         for name, value in vars(role).items()
-        if name not in ("job", "opened_at_ns", "at_ms", "message")
+        if name not in ("job", "opened_at_ns", "elapsed_s")
     ]
     jobs = [(job.seats, job.attempt, job.is_journalled) for job in node.jobs.values()]
     rest = (
@@ -171,7 +172,7 @@ class SmallWorld(World):
         if isinstance(command, GiveUp) and KEY not in self.disk:
             is_proof = command.is_coordinator and not command.was_prepared
             if not is_proof:
-                return OutcomeFound(save=command.save, outcome="unknown", path="")
+                return OutcomeFound(save=command.save, fate=Fate.UNKNOWN, path="")
         event = super().completion(name, command)
         # When it happened makes no difference.
         return msgspec.structs.replace(event, at_ms=0) if isinstance(event, Published) else event

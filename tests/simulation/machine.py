@@ -55,6 +55,7 @@ from milepostd.core.commands import (
 from milepostd.core.events import (
     AnyEvent,
     Discarded,
+    Fate,
     FileDurable,
     FileFailed,
     FragmentDurable,
@@ -430,7 +431,7 @@ class Daemon(Life):
                 self.machine.oracle.mark("given up unmoved")
         if found == "committed" and command.is_coordinator:
             yield from self._advance_latest(root, save)
-        return OutcomeFound(save=save, outcome=found, path=f"{command.root}/{save.name}")
+        return OutcomeFound(save=save, fate=Fate(found), path=f"{command.root}/{save.name}")
 
     def discard(self, command: Discard) -> Steps:
         save, root = command.save, self.root(command.root)

@@ -17,7 +17,15 @@ from milepost.ledger import (
     Ledger,
     LoseArena,
 )
-from milepost.wire.messages import Cause, Concluded, LayoutReady, Progress, SaveRef, SlotFreed
+from milepost.wire.messages import (
+    Cause,
+    Concluded,
+    Ending,
+    LayoutReady,
+    Progress,
+    SaveRef,
+    SlotFreed,
+)
 
 LOST = Cause("daemon-lost", "the daemon is away", "start it again")
 SHORT = Cause("no-space", "the disk is full")
@@ -63,7 +71,7 @@ def test_a_layout_is_kept_for_the_save_that_waits_for_it_and_for_no_other() -> N
     assert [] == ledger.heard(LayoutReady(save_id="3-9", layout_id="b", assigned=b"\1"))
     assert mine == ledger.layout_of(ref.save_id)
     assert None is ledger.layout_of("3-9")
-    ledger.heard(Concluded(save_id=ref.save_id, outcome="failed", cause=SHORT))
+    ledger.heard(Concluded(save_id=ref.save_id, outcome=Ending.FAILED, cause=SHORT))
     assert None is ledger.layout_of(ref.save_id)
 
 
@@ -81,7 +89,7 @@ def test_a_commit_ends_the_handle_frees_the_slot_and_forgets_what_was_said() -> 
     ledger = made()
     ref = opened(ledger, 10)
     ledger.stage(ref.save_id)
-    message = Concluded(save_id=ref.save_id, outcome="committed", path="/r/step_10")
+    message = Concluded(save_id=ref.save_id, outcome=Ending.COMMITTED, path="/r/step_10")
     expected: list[Decision[str]] = [
         ForgetWords(ref.save_id), FreeSlot(ref.save_id), EndCommitted("handle 10", ref, message)
     ]  # fmt: skip
@@ -96,15 +104,15 @@ def test_a_slot_that_is_still_read_comes_back_by_a_word_of_its_own() -> None:
     ref = opened(ledger, 10)
     ledger.stage(ref.save_id)
     decisions = ledger.heard(
-        Concluded(save_id=ref.save_id, outcome="failed", cause=SHORT, slot_free=False)
+        Concluded(save_id=ref.save_id, outcome=Ending.FAILED, cause=SHORT, slot_free=False)
     )
     assert FreeSlot(ref.save_id) not in decisions
     assert [("handle 10", "failed")] == ends(decisions)
     assert [FreeSlot(ref.save_id)] == ledger.heard(SlotFreed(save_id=ref.save_id))
 
 
-@pytest.mark.parametrize("outcome", ["failed", "skipped"])
-def test_what_became_no_checkpoint_gives_its_name_back(outcome: str) -> None:
+@pytest.mark.parametrize("outcome", [Ending.FAILED, Ending.SKIPPED])
+def test_what_became_no_checkpoint_gives_its_name_back(outcome: Ending) -> None:
     ledger = made()
     ref = opened(ledger, 10)
     decisions = ledger.heard(Concluded(save_id=ref.save_id, outcome=outcome, cause=SHORT))
@@ -116,7 +124,7 @@ def test_what_became_no_checkpoint_gives_its_name_back(outcome: str) -> None:
 def test_an_end_that_is_not_known_keeps_the_name_and_counts_as_saved() -> None:
     ledger = made()
     ref = opened(ledger, 10)
-    ledger.heard(Concluded(save_id=ref.save_id, outcome="outcome-unknown", cause=LOST))
+    ledger.heard(Concluded(save_id=ref.save_id, outcome=Ending.UNKNOWN, cause=LOST))
     assert "save 3-1 of this attempt" == ledger.taken_by("step_10")
     assert 10 == ledger.last_step
 
@@ -124,14 +132,16 @@ def test_an_end_that_is_not_known_keeps_the_name_and_counts_as_saved() -> None:
 def test_an_end_without_a_reason_says_so() -> None:
     ledger = made()
     ref = opened(ledger, 10)
-    (*_, end) = ledger.heard(Concluded(save_id=ref.save_id, outcome="failed"))
+    (*_, end) = ledger.heard(Concluded(save_id=ref.save_id, outcome=Ending.FAILED))
     assert isinstance(end, EndUncommitted)
     assert "internal" == end.cause.code
 
 
 def test_a_save_that_others_have_ended_ends_as_soon_as_it_is_called() -> None:
     ledger = made()
-    early = Concluded(save_id="3-2", outcome="skipped", cause=Cause("busy", "all slots in use"))
+    early = Concluded(
+        save_id="3-2", outcome=Ending.SKIPPED, cause=Cause("busy", "all slots in use")
+    )
     assert [] == ends(ledger.heard(early))
     opened(ledger, 10)
     ref = ledger.name_save(20, "step_20")
@@ -143,7 +153,7 @@ def test_a_save_that_others_have_ended_ends_as_soon_as_it_is_called() -> None:
 def test_an_end_of_the_next_attempt_is_kept_until_this_rank_gets_there() -> None:
     ledger = made()
     opened(ledger, 10)
-    ledger.heard(Concluded(save_id="4-2", outcome="failed", cause=SHORT))
+    ledger.heard(Concluded(save_id="4-2", outcome=Ending.FAILED, cause=SHORT))
     ledger.begin("job", 4)
     ref = ledger.name_save(10, "step_10")
     assert [("again", "failed")] == ends(ledger.open(ref, "again"))
@@ -154,7 +164,7 @@ def test_only_the_newest_early_ends_are_kept_and_no_end_of_a_save_that_was_calle
     ref = opened(ledger, 10)
     ledger.give_up(ref.save_id, SHORT)
     for count in range(1, EARLY_ENDS_MAX + 4):
-        ledger.heard(Concluded(save_id=f"3-{count}", outcome="failed", cause=SHORT))
+        ledger.heard(Concluded(save_id=f"3-{count}", outcome=Ending.FAILED, cause=SHORT))
     # 3-1 was called, and of the rest the two oldest are too many.
     ended = []
     for step in range(EARLY_ENDS_MAX + 2):
@@ -168,7 +178,7 @@ def test_a_second_end_changes_nothing() -> None:
     ref = opened(ledger, 10)
     assert [("handle 10", "failed")] == ends(ledger.give_up(ref.save_id, SHORT))
     assert [] == ledger.give_up(ref.save_id, SHORT)
-    committed = Concluded(save_id=ref.save_id, outcome="committed", path="/r/step_10")
+    committed = Concluded(save_id=ref.save_id, outcome=Ending.COMMITTED, path="/r/step_10")
     assert [] == ends(ledger.heard(committed))
     assert [] == ledger.stage(ref.save_id)
 
@@ -199,13 +209,13 @@ def test_plans_hold_until_a_save_ends_by_its_structure_and_the_oldest_go_first()
         ledger.keep_plan(f"s{number}", KnownPlan(f"layout {number}", (0,)))
     assert None is ledger.plan_of("s0")
     assert KnownPlan("layout 1", (0,)) == ledger.plan_of("s1")
-    ledger.heard(Concluded(save_id="3-1", outcome="failed", cause=SHORT, layout_valid=False))
+    ledger.heard(Concluded(save_id="3-1", outcome=Ending.FAILED, cause=SHORT, layout_valid=False))
     assert None is ledger.plan_of("s1")
 
 
 def test_failures_are_kept_for_whoever_raises_them_each_once() -> None:
     ledger = made(is_raising=True)
-    for step, outcome in ((10, "failed"), (20, "skipped"), (30, "outcome-unknown")):
+    for step, outcome in ((10, Ending.FAILED), (20, Ending.SKIPPED), (30, Ending.UNKNOWN)):
         ref = opened(ledger, step)
         ledger.heard(Concluded(save_id=ref.save_id, outcome=outcome, cause=SHORT))
     raised = opened(ledger, 40)
@@ -233,7 +243,7 @@ def test_what_is_opened_for_a_layout_only_takes_no_name_and_leaves_no_failure() 
     assert [("handle 0", "skipped")] == ends(ledger.close_plan(prepared.save_id))
     assert [] == ledger.close_plan(prepared.save_id)
     failed = opened(ledger, 0, is_plan_only=True)
-    ledger.heard(Concluded(save_id=failed.save_id, outcome="outcome-unknown", cause=LOST))
+    ledger.heard(Concluded(save_id=failed.save_id, outcome=Ending.UNKNOWN, cause=LOST))
     assert [] == ledger.take_failures()
     assert "save 3-2 of this attempt" == ledger.taken_by("prepare")
     assert -1 == ledger.last_step
@@ -242,7 +252,7 @@ def test_what_is_opened_for_a_layout_only_takes_no_name_and_leaves_no_failure() 
 def test_a_new_attempt_may_save_again_what_an_earlier_one_has_saved() -> None:
     ledger = made()
     ref = opened(ledger, 10)
-    ledger.heard(Concluded(save_id=ref.save_id, outcome="committed", path="/r/step_10"))
+    ledger.heard(Concluded(save_id=ref.save_id, outcome=Ending.COMMITTED, path="/r/step_10"))
     ledger.keep_plan("s", KnownPlan("layout", (0,)))
     ledger.begin("job", 4)
     ledger.resume("step_5")

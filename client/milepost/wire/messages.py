@@ -13,6 +13,7 @@ Data runs: trainer -> its node's daemon (`Hello` .. `Leave`), daemon -> trainer 
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any, Final, TypeAlias
 
 import msgpack
@@ -84,6 +85,19 @@ class SaveRef(msgspec.Struct, frozen=True):
     overwrite: bool = False
     is_plan_only: bool = False
     """Nothing is to be saved: the ranks only want layouts, ahead of their first save."""
+
+
+class Ending(StrEnum):
+    """How a save ends. A new value raises `PROTOCOL_VERSION`: older sides cannot read it."""
+
+    COMMITTED = "committed"
+    """It is a checkpoint."""
+    FAILED = "failed"
+    """It never becomes a checkpoint; the cause says why."""
+    SKIPPED = "skipped"
+    """It never becomes a checkpoint, because a rank had no free slot and was told to skip then."""
+    UNKNOWN = "outcome-unknown"
+    """Storage did not tell whether it is a checkpoint."""
 
 
 # --- trainer to daemon
@@ -234,13 +248,10 @@ class Progress(Message, frozen=True):
 
 
 class Concluded(Message, frozen=True):
-    """How the save ended for this rank; its slot is free again.
-
-    outcome: `committed`, `failed`, `skipped` or `outcome-unknown`.
-    """
+    """How the save ended for this rank; its slot is free again."""
 
     save_id: str
-    outcome: str
+    outcome: Ending
     path: str = ""
     checkpoint_bytes: int = 0
     elapsed_s: float = 0.0
@@ -354,7 +365,7 @@ class Outcome(Message, frozen=True):
     """
 
     save: SaveRef
-    outcome: str
+    outcome: Ending
     path: str = ""
     checkpoint_bytes: int = 0
     at_ms: int = 0

@@ -6,7 +6,7 @@ docstring.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -200,10 +200,13 @@ class ClearTimer(Command, frozen=True):
     timer: str
 
 
-class Log(Command, frozen=True):
-    """A log line: `level` is debug, info, warning or error; `event` a dotted name, noun first."""
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
-    level: str
+
+class Log(Command, frozen=True):
+    """Write a log line; `event` is a dotted name, noun first."""
+
+    level: LogLevel
     event: str
     save: SaveRef | None = None
     cause: Cause | None = None

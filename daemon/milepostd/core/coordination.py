@@ -11,6 +11,7 @@ import msgspec
 from milepost.wire.messages import (
     Cause,
     CoordinatorMessage,
+    Ending,
     Fail,
     Gathered,
     Outcome,
@@ -22,7 +23,7 @@ from milepost.wire.messages import (
     SaveRef,
     WordWanted,
 )
-from milepostd.core.causes import MISMATCH_HINT, PLAN_VOIDING, REFUSALS, named, placed
+from milepostd.core.causes import MISMATCH_HINT, REFUSALS, named, placed
 from milepostd.core.commands import (
     BuildIndex,
     Command,
@@ -36,6 +37,7 @@ from milepostd.core.commands import (
 )
 from milepostd.core.events import (
     CoordinatorEvent,
+    Fate,
     IndexBuilt,
     IndexFailed,
     OutcomeFound,
@@ -53,14 +55,17 @@ from milepostd.core.role import (
     SECOND_NS,
     VERDICT_GRACE_S,
     Role,
+    failed_outcome,
 )
+from milepostd.core.timers import TimerKind
 
 
 class Coordination(Role):
     """The coordinator's part in one save."""
 
     table = COORDINATOR
-    timer_prefix = "coordinator"
+    deadline_timer = TimerKind.VERDICT
+    repeat_timer = TimerKind.ASK
 
     def __init__(self, job: Job, save: SaveRef, node_id: str, now_ns: int) -> None:
         super().__init__(job, save, now_ns)
@@ -70,7 +75,6 @@ class Coordination(Role):
         self.layout_of: dict[int, RankLayout] = {}
         self.prepared: dict[str, Prepared] = {}
         self.failure: Fail | None = None
-        self.outcome: Outcome | None = None
         self.was_prepared = False
         """Whether any node said so: then the save's directory was there."""
         self.may_take_effect = False
@@ -80,10 +84,10 @@ class Coordination(Role):
     def open(self) -> list[Command]:
         """First word of any node."""
         at_ns = self.deadline_at_ns() + int(VERDICT_GRACE_S * SECOND_NS)
-        return [self.set_timer("deadline", at_ns), self._set_ask(self.opened_at_ns)]
+        return [self.set_timer(self.deadline_timer, at_ns), self._set_ask(self.opened_at_ns)]
 
     def _set_ask(self, now_ns: int) -> SetTimer:
-        return self.set_timer("ask", now_ns + int(RESEND_S * SECOND_NS))
+        return self.set_timer(self.repeat_timer, now_ns + int(RESEND_S * SECOND_NS))
 
     def ask(self, heard_at_ns: dict[str, int], *, is_draining: bool, now_ns: int) -> list[Command]:
         """Ask the nodes that are waited for and say nothing: what is gone there shows only so.
@@ -106,7 +110,7 @@ class Coordination(Role):
                 "see that milepostd runs on the nodes named",
                 lost[0],
             )
-            return self.refuse(Fail(save=self.save, cause=cause), now_ns)
+            return self.refuse(cause, now_ns)
         commands: list[Command] = [
             Send(node=self.job.nodes[node_id], message=WordWanted(save=self.save))
             for node_id, age_s in quiet_s.items()
@@ -118,8 +122,8 @@ class Coordination(Role):
 
     def node_said(self, node_id: str, message: ParticipantMessage, now_ns: int) -> list[Command]:
         """Take a node's word; repeated words are answered again, and change nothing."""
-        if self.outcome is not None:
-            return self._send(node_id, self.outcome)
+        if self.verdict is not None:
+            return self._send(node_id, self.verdict)
         if self.is_concluded and self.planned is not None:
             return self._send_plan(node_id, self.planned)
         if self.phase is Phase.PUBLISHING:
@@ -134,9 +138,9 @@ class Coordination(Role):
                 MISMATCH_HINT,
                 node_id,
             )
-            return self.refuse(Fail(save=self.save, cause=cause), now_ns)
+            return self.refuse(cause, now_ns)
         if isinstance(message, Fail):
-            return self.refuse(message, now_ns)
+            return self.refuse(message.cause, now_ns, skip=message.skip)
         if save_order(self.save)[0] < self.job.attempt:
             cause = Cause(
                 "attempt-superseded",
@@ -145,7 +149,7 @@ class Coordination(Role):
                 "",
                 self.node_id,
             )
-            return self.refuse(Fail(save=self.save, cause=cause), now_ns)
+            return self.refuse(cause, now_ns)
         if isinstance(message, WordWanted):
             return []
         words = message.reports if isinstance(message, Gathered) else message.files
@@ -153,7 +157,7 @@ class Coordination(Role):
         if ranks != self.job.ranks_of[node_id]:
             text = f"node {node_id} speaks for ranks {ranks}, not for its own"
             cause = Cause("protocol", text, "", node_id)
-            return self.refuse(Fail(save=self.save, cause=cause), now_ns)
+            return self.refuse(cause, now_ns)
         if isinstance(message, Gathered):
             return self._gathered(node_id, message)
         return self._prepared(node_id, message)
@@ -223,17 +227,17 @@ class Coordination(Role):
             case IndexBuilt():
                 return self._index_built(event)
             case Published():
-                return self._published(event, now_ns)
+                return self._published(event)
             case PublishFailed():
                 return self._publish_failed(event, now_ns)
             case PlanFailed():
-                return self.refuse(Fail(save=self.save, cause=event.cause), now_ns)
+                return self.refuse(event.cause, now_ns)
             case IndexFailed():
                 # The planner's process does not know on which node it runs.
                 cause = placed(event.cause, self.node_id)
-                return self.refuse(Fail(save=self.save, cause=cause), now_ns)
+                return self.refuse(cause, now_ns)
             case OutcomeFound():
-                return self._outcome_found(event, now_ns)
+                return self._outcome_found(event)
 
     def _plan_made(self, event: PlanMade) -> list[Command]:
         """Hand the layouts to the nodes whose ranks asked."""
@@ -257,7 +261,7 @@ class Coordination(Role):
             commands += self._send_plan(node_id, self.planned)
         if self.is_concluded:
             self.gathered = {}
-            return commands + self.clear_timers("deadline", "ask")
+            return commands + self.clear_timers()
         return commands + self._check_prepared()
 
     def _send_plan(self, node_id: str, planned: Planned) -> list[Command]:
@@ -275,58 +279,53 @@ class Coordination(Role):
         self.checkpoint_bytes = event.checkpoint_bytes
         return [Publish(save=self.save, root=self.job.root, until_ns=self.deadline_at_ns())]
 
-    def _published(self, event: Published, now_ns: int) -> list[Command]:
+    def _published(self, event: Published) -> list[Command]:
         """It is a checkpoint: tell everybody."""
         if not self.move(Trigger.PUBLISHED):
             return []
         return self._conclude(
             Outcome(
                 save=self.save,
-                outcome="committed",
+                outcome=Ending.COMMITTED,
                 path=event.path,
                 checkpoint_bytes=self.checkpoint_bytes,
                 at_ms=event.at_ms,
-            ),
-            now_ns,
+            )
         )
 
     def _publish_failed(self, event: PublishFailed, now_ns: int) -> list[Command]:
         """The rename did not happen, or is not known to have: the directory decides."""
         self.may_take_effect = event.cause.code not in REFUSALS
-        return self.refuse(Fail(save=self.save, cause=event.cause), now_ns)
+        return self.refuse(event.cause, now_ns)
 
-    def _outcome_found(self, event: OutcomeFound, now_ns: int) -> list[Command]:
+    def _outcome_found(self, event: OutcomeFound) -> list[Command]:
         """GiveUp has ended: now the outcome is certain, or certain to be unknown."""
         if not self.move(Trigger.OUTCOME_FOUND):
             return []
+        return self._conclude(self._outcome_by(event))
+
+    def _outcome_by(self, event: OutcomeFound) -> Outcome:
         assert self.failure is not None
-        if event.outcome == "committed":
-            outcome = Outcome(
-                save=self.save,
-                outcome="committed",
-                path=event.path,
-                checkpoint_bytes=self.checkpoint_bytes,
-            )
-        elif event.outcome == "aborted":
-            outcome = Outcome(
-                save=self.save,
-                outcome="skipped" if self.failure.skip else "failed",
-                cause=self.failure.cause,
-                layout_valid=self.failure.cause.code not in PLAN_VOIDING,
-            )
-        else:
-            outcome = Outcome(
-                save=self.save, outcome="outcome-unknown", cause=self.failure.cause,
-            )  # fmt: skip
-        return self._conclude(outcome, now_ns)
+        match event.fate:
+            case Fate.COMMITTED:
+                return Outcome(
+                    save=self.save,
+                    outcome=Ending.COMMITTED,
+                    path=event.path,
+                    checkpoint_bytes=self.checkpoint_bytes,
+                )
+            case Fate.ABORTED:
+                return failed_outcome(self.failure)
+            case Fate.UNKNOWN:
+                return Outcome(save=self.save, outcome=Ending.UNKNOWN, cause=self.failure.cause)
 
     # --- failures and time
 
-    def refuse(self, failure: Fail, now_ns: int) -> list[Command]:
+    def refuse(self, cause: Cause, now_ns: int, *, skip: bool = False) -> list[Command]:
         """End the save for all, unless it is published or ending already."""
         if not self.move(Trigger.REFUSED):
             return []
-        self.failure = failure
+        self.failure = Fail(save=self.save, cause=cause, skip=skip)
         # An earlier life of this daemon may have published what is prepared, and retention may have
         # taken it since.
         return [
@@ -352,15 +351,15 @@ class Coordination(Role):
             "see `milepost status` on the nodes named",
             silent[0] if silent else self.node_id,
         )
-        return self.refuse(Fail(save=self.save, cause=cause), now_ns)
+        return self.refuse(cause, now_ns)
 
-    def _conclude(self, outcome: Outcome, now_ns: int) -> list[Command]:
-        self.outcome = outcome
+    def _conclude(self, outcome: Outcome) -> list[Command]:
+        self.verdict = outcome
         self.gathered = {}
         self.planned = None
         self.layout_of = {}
         self.prepared = {}
-        commands = self.clear_timers("deadline", "ask")
+        commands = self.clear_timers()
         for node_id in self.job.nodes:
             commands += self._send(node_id, outcome)
         return commands

@@ -6,6 +6,7 @@ can be written down and read back.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TypeAlias
 
 import msgspec
@@ -181,11 +182,22 @@ class PublishFailed(Event, frozen=True):
     cause: Cause
 
 
+class Fate(StrEnum):
+    """What the shared directory shows of a save that was to be given up."""
+
+    ABORTED = "aborted"
+    """It can never be published."""
+    COMMITTED = "committed"
+    """It was published before."""
+    UNKNOWN = "unknown"
+    """Neither shows, or storage did not answer."""
+
+
 class OutcomeFound(Event, frozen=True):
-    """Completion of GiveUp: `aborted`, `committed` (the other side won), or `unknown`."""
+    """Completion of GiveUp."""
 
     save: SaveRef
-    outcome: str
+    fate: Fate
     path: str
 
 

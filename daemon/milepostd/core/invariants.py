@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from milepost.wire.messages import Ending
 from milepostd.core.coordination import Coordination
 from milepostd.core.early import EARLY_MAX
 from milepostd.core.job import Job, save_order
@@ -116,14 +117,17 @@ def _participation(role: Participation, key: tuple[str, str]) -> Iterator[str]:
         yield f"is {phase}, but not all is durable"
     if phase is Phase.FAILING and role.failure is None:
         yield "fails without a cause"
-    if role.is_concluded != bool(role.outcome):
-        yield f"is {phase} with outcome {role.outcome!r}"
+    if role.is_concluded != (role.verdict is not None) and not (
+        role.is_concluded and role.save.is_plan_only
+    ):
+        yield f"is {phase} with outcome {role.outcome}"
     if role.is_discarding and (not role.is_concluded or role.is_writing):
         yield "discards what is still in use"
     if role.is_concluded and any(report.offer for report in role.reports.values()):
         yield "has ended and still holds offers"
-    if role.outcome in ("failed", "skipped", "outcome-unknown") and role.message.cause is None:
-        yield f"ended as {role.outcome} without a cause"
+    verdict = role.verdict
+    if verdict is not None and verdict.outcome is not Ending.COMMITTED and verdict.cause is None:
+        yield f"ended as {verdict.outcome} without a cause"
 
 
 def _coordination(role: Coordination, key: tuple[str, str], node: Node) -> Iterator[str]:
@@ -142,18 +146,17 @@ def _coordination(role: Coordination, key: tuple[str, str], node: Node) -> Itera
     if phase is Phase.ABORTING and role.failure is None:
         yield "aborts without a cause"
     if role.is_concluded != (
-        role.outcome is not None or (role.save.is_plan_only and bool(role.planned))
+        role.verdict is not None or (role.save.is_plan_only and bool(role.planned))
     ):
         yield f"is {phase} with outcome {role.outcome}"
-    if role.outcome is not None and (role.gathered or role.prepared or role.layout_of):
+    if role.verdict is not None and (role.gathered or role.prepared or role.layout_of):
         yield "has ended and still holds what the nodes said"
     own = node.participations.get(key)
     if (
-        role.outcome is not None
-        and own is not None
-        and own.is_concluded
-        and {own.outcome, role.outcome.outcome} >= {"committed"}
-        and own.outcome != role.outcome.outcome
-        and "outcome-unknown" not in (own.outcome, role.outcome.outcome)
+        own is not None
+        and role.outcome is not own.outcome
+        and Ending.COMMITTED in (role.outcome, own.outcome)
+        and None not in (role.outcome, own.outcome)
+        and Ending.UNKNOWN not in (role.outcome, own.outcome)
     ):
-        yield f"ended as {role.outcome.outcome}, its own participant as {own.outcome}"
+        yield f"ended as {role.outcome}, its own participant as {own.outcome}"

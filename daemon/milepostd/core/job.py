@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from milepost.wire.messages import Cause, Join, Keep, NodeRef, SaveRef
+from milepost.wire.messages import Cause, Ending, Join, Keep, NodeRef, SaveRef
 
 NO_ORDER: Final = (-1, -1)
 """What a save id that is none is ordered as: before every save."""
@@ -44,14 +44,14 @@ class History(msgspec.Struct):
     last_committed: LastCommitted | None = None
     last_failed: LastFailed | None = None
     last_skipped: LastFailed | None = None
-    outcome_counts: dict[str, int] = msgspec.field(default_factory=dict)
+    outcome_counts: dict[Ending, int] = msgspec.field(default_factory=dict)
 
-    def note(self, outcome: str, save: SaveRef, cause: Cause) -> None:
+    def note(self, outcome: Ending, save: SaveRef, cause: Cause) -> None:
         """Remember why a save did not become a checkpoint; a skip was asked for, and hides no
         failure.
         """
         found = LastFailed(save=save, cause=cause)
-        if outcome == "skipped":
+        if outcome is Ending.SKIPPED:
             self.last_skipped = found
         else:
             self.last_failed = found

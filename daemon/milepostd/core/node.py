@@ -17,12 +17,14 @@ from milepost.wire.messages import (
     Cause,
     Concluded,
     CoordinatorMessage,
+    Ending,
     Fail,
     Join,
     Joined,
     Keep,
     Left,
     NodeRef,
+    Outcome,
     PeerMessage,
     Planned,
     PreemptionMessage,
@@ -78,6 +80,7 @@ from milepostd.core.joining import why_not
 from milepostd.core.participation import Participation
 from milepostd.core.preemption import Preemption
 from milepostd.core.role import SECOND_NS
+from milepostd.core.timers import TimerKind, job_of_timer, save_of_timer, timer_kind, timer_name
 
 JOBS_MAX: Final = 64
 """Jobs one node serves: many more than a host runs, few enough that a leak shows."""
@@ -215,7 +218,8 @@ class Node:
             job.seats[rank] = Seat(session=NO_SESSION, pid=0, arenas=arenas)
         commands: list[Command] = [
             MeetPeers(nodes=job.peers()),
-            SetTimer(timer=f"recall/{job.job}", at_ns=now_ns + int(RECALL_S * SECOND_NS)),
+            SetTimer(timer=timer_name(TimerKind.RECALL, job.job),
+                     at_ns=now_ns + int(RECALL_S * SECOND_NS)),
             Log(level="warning", event="job.recalled",
                 fields={"job": job.job, "attempt": job.attempt}),
         ]  # fmt: skip
@@ -443,7 +447,7 @@ class Node:
         return []
 
     def _end_save(self, session: int, save: SaveRef, cause: Cause) -> Reply:
-        concluded = Concluded(save_id=save.save_id, outcome="failed", cause=cause)
+        concluded = Concluded(save_id=save.save_id, outcome=Ending.FAILED, cause=cause)
         return Reply(session=session, message=concluded)
 
     def _rank_left(self, event: RankLeft, now_ns: int) -> list[Command]:
@@ -687,42 +691,47 @@ class Node:
     ) -> list[Command]:
         commands: list[Command] = []
         if participation.is_concluded and not was_concluded:
-            job, save = participation.job, participation.save
+            save = participation.save
             self._remember_ended(True, (save.job, save.save_id))
-            if participation.outcome == "planned":
-                return self._settle(job)
-            counts = job.history.outcome_counts
-            counts[participation.outcome] = counts.get(participation.outcome, 0) + 1
-            message = participation.message
-            fields: dict[str, str | int | float] = {
-                "outcome": participation.outcome,
-                "elapsed_s": message.elapsed_s,
-                "bytes": message.checkpoint_bytes,
-            }
-            if participation.outcome == "committed":
-                self._note_committed(participation)
-                commands.append(Log(level="info", event="save.committed", save=save, fields=fields))
-            else:
-                if message.cause is not None:
-                    job.history.note(participation.outcome, save, message.cause)
-                level = "warning" if participation.outcome == "skipped" else "error"
-                event = "save.skipped" if participation.outcome == "skipped" else "save.failed"
-                commands.append(
-                    Log(level=level, event=event, save=save, cause=message.cause, fields=fields)
-                )
+            if participation.verdict is not None:
+                commands += self._note_end(participation, participation.verdict)
         return commands + self._settle(participation.job)
 
-    def _note_committed(self, participation: Participation) -> None:
-        job, message = participation.job, participation.message
-        newest = job.history.last_committed
-        if newest is not None and save_order(newest.save) > save_order(participation.save):
+    def _note_end(self, role: Participation, verdict: Outcome) -> list[Command]:
+        job, save = role.job, role.save
+        counts = job.history.outcome_counts
+        counts[verdict.outcome] = counts.get(verdict.outcome, 0) + 1
+        fields: dict[str, str | int | float] = {
+            "outcome": verdict.outcome,
+            "elapsed_s": role.elapsed_s,
+            "bytes": verdict.checkpoint_bytes,
+        }
+        if verdict.outcome is Ending.COMMITTED:
+            self._note_committed(role, verdict)
+            return [Log(level="info", event="save.committed", save=save, fields=fields)]
+        if verdict.cause is not None:
+            job.history.note(verdict.outcome, save, verdict.cause)
+        is_skipped = verdict.outcome is Ending.SKIPPED
+        return [
+            Log(
+                level="warning" if is_skipped else "error",
+                event="save.skipped" if is_skipped else "save.failed",
+                save=save,
+                cause=verdict.cause,
+                fields=fields,
+            )
+        ]
+
+    def _note_committed(self, role: Participation, verdict: Outcome) -> None:
+        newest = role.job.history.last_committed
+        if newest is not None and save_order(newest.save) > save_order(role.save):
             return
-        job.history.last_committed = LastCommitted(
-            save=participation.save,
-            path=message.path,
-            checkpoint_bytes=message.checkpoint_bytes,
-            elapsed_s=message.elapsed_s,
-            at_ms=participation.at_ms,
+        role.job.history.last_committed = LastCommitted(
+            save=role.save,
+            path=verdict.path,
+            checkpoint_bytes=verdict.checkpoint_bytes,
+            elapsed_s=role.elapsed_s,
+            at_ms=verdict.at_ms,
         )
 
     def _after_coordination(self, coordination: Coordination, was_concluded: bool) -> list[Command]:
@@ -731,12 +740,11 @@ class Node:
         save, job = coordination.save, coordination.job
         self._remember_ended(False, (save.job, save.save_id))
         commands = self._settle(job)
-        outcome = coordination.outcome
         is_full = coordination.failure is not None and coordination.failure.cause.code == "no-space"
         if is_full and job.keep != Keep():
             # What no rule keeps may be what fills the file system.
             commands.append(Retain(job=job.job, root=job.root, keep=job.keep))
-        if outcome is not None and outcome.outcome == "committed":
+        if coordination.outcome is Ending.COMMITTED:
             # A checkpoint that this one replaced is still under `.partial`.
             commands.append(Discard(save=save, root=job.root))
             if job.keep != Keep():
@@ -760,37 +768,41 @@ class Node:
         return self._answer_leaving(job) + self._release_arenas(job)
 
     def _timer_fired(self, timer: str, now_ns: int) -> list[Command]:
-        kind, _, rest = timer.partition("/")
-        if kind == "linger":
-            return self._linger_over()
-        if kind == "preemption":
-            preemption = self.preemptions.get(rest)
-            return [] if preemption is None else preemption.repeat(now_ns)
-        if kind == "recall":
-            return self._recall_over(rest, now_ns)
-        job, _, save_id = rest.rpartition("/")
-        key = (job, save_id)
-        if kind.startswith("participant"):
-            participation = self.participations.get(key)
-            if participation is None:
+        kind = timer_kind(timer)
+        match kind:
+            case None:
                 return []
-            was_concluded = participation.is_concluded
-            commands = (
-                participation.resend(now_ns)
-                if kind == "participant.resend"
-                else participation.overdue(now_ns)
-            )
-            return commands + self._after_participation(participation, was_concluded)
-        coordination = self.coordinations.get(key)
-        if coordination is None:
-            return []
-        was_concluded = coordination.is_concluded
-        commands = (
-            coordination.ask(self.peer_heard_at_ns, is_draining=self.stops > 0, now_ns=now_ns)
-            if kind == "coordinator.ask"
-            else coordination.overdue(now_ns)
-        )
-        return commands + self._after_coordination(coordination, was_concluded)
+            case TimerKind.LINGER:
+                return self._linger_over()
+            case TimerKind.PREEMPTION:
+                preemption = self.preemptions.get(job_of_timer(timer))
+                return [] if preemption is None else preemption.repeat(now_ns)
+            case TimerKind.RECALL:
+                return self._recall_over(job_of_timer(timer), now_ns)
+            case TimerKind.DEADLINE | TimerKind.RESEND:
+                participation = self.participations.get(save_of_timer(timer))
+                if participation is None:
+                    return []
+                was_concluded = participation.is_concluded
+                commands = (
+                    participation.resend(now_ns)
+                    if kind is TimerKind.RESEND
+                    else participation.overdue(now_ns)
+                )
+                return commands + self._after_participation(participation, was_concluded)
+            case TimerKind.VERDICT | TimerKind.ASK:
+                coordination = self.coordinations.get(save_of_timer(timer))
+                if coordination is None:
+                    return []
+                was_concluded = coordination.is_concluded
+                commands = (
+                    coordination.ask(
+                        self.peer_heard_at_ns, is_draining=self.stops > 0, now_ns=now_ns
+                    )
+                    if kind is TimerKind.ASK
+                    else coordination.overdue(now_ns)
+                )
+                return commands + self._after_coordination(coordination, was_concluded)
 
     # --- the end
 
@@ -823,10 +835,10 @@ class Node:
         if may_linger and not self._is_lingering:
             self._is_lingering = True
             at_ns = now_ns + int(self.settings.linger_s * SECOND_NS)
-            return [SetTimer(timer="linger/", at_ns=at_ns)]
+            return [SetTimer(timer=timer_name(TimerKind.LINGER), at_ns=at_ns)]
         if not may_linger and self._is_lingering:
             self._is_lingering = False
-            return [ClearTimer(timer="linger/")]
+            return [ClearTimer(timer=timer_name(TimerKind.LINGER))]
         return []
 
     def _linger_over(self) -> list[Command]:

@@ -15,6 +15,7 @@ from milepost.wire.messages import (
     Concluded,
     CoordinatorMessage,
     DaemonMessage,
+    Ending,
     Fail,
     Gathered,
     LayoutReady,
@@ -34,7 +35,7 @@ from milepost.wire.messages import (
     WordWanted,
     WrittenFile,
 )
-from milepostd.core.causes import MISMATCH_HINT, PLAN_VOIDING, named, placed
+from milepostd.core.causes import MISMATCH_HINT, named, placed
 from milepostd.core.commands import (
     AbandonWrite,
     Command,
@@ -48,6 +49,7 @@ from milepostd.core.commands import (
 )
 from milepostd.core.events import (
     BytesWritten,
+    Fate,
     FileDurable,
     FileFailed,
     FragmentDurable,
@@ -57,14 +59,16 @@ from milepostd.core.events import (
 )
 from milepostd.core.job import Job
 from milepostd.core.phases import PARTICIPANT, Phase, Trigger
-from milepostd.core.role import RESEND_S, RESOLVE_GRACE_S, SECOND_NS, Role
+from milepostd.core.role import RESEND_S, RESOLVE_GRACE_S, SECOND_NS, Role, failed_outcome
+from milepostd.core.timers import TimerKind
 
 
 class Participation(Role):
     """One node's part in one save."""
 
     table = PARTICIPANT
-    timer_prefix = "participant"
+    deadline_timer = TimerKind.DEADLINE
+    repeat_timer = TimerKind.RESEND
 
     def __init__(self, job: Job, save: SaveRef, node_id: str, now_ns: int) -> None:
         super().__init__(job, save, now_ns)
@@ -79,7 +83,6 @@ class Participation(Role):
         self.layouts_given: set[int] = set()
         self.fragment = ""
         self.failure: Fail | None = None
-        self.outcome = ""
         self.is_recalled = False
         """Whether an earlier life of this daemon took part, and may have been prepared."""
         self.is_asking = False
@@ -89,15 +92,14 @@ class Participation(Role):
         self.is_discarding = False
         self.bytes_total = 0
         self.bytes_written = 0
-        self.at_ms = 0
-        self.message = Concluded(save_id=save.save_id, outcome="")
-        """What the ranks are told; meaningful once concluded."""
+        self.elapsed_s = 0.0
+        """From the first report to the end."""
 
     def open(self) -> list[Command]:
         """First report of the save on this node."""
         return [
-            self.set_timer("deadline", self.deadline_at_ns()),
-            self.set_timer("resend", self.opened_at_ns + int(RESEND_S * SECOND_NS)),
+            self.set_timer(self.deadline_timer, self.deadline_at_ns()),
+            self.set_timer(self.repeat_timer, self.opened_at_ns + int(RESEND_S * SECOND_NS)),
             Log(level="debug", event="save.opened", save=self.save),
         ]
 
@@ -187,13 +189,13 @@ class Participation(Role):
                     Log(level="info", event="save.staged", save=self.save,
                         fields={"bytes": self.bytes_total})
                 )  # fmt: skip
-                commands += self._progress("writing")
+                commands += self._progress(Phase.WRITING)
                 commands += self._check_files(now_ns)
         elif self.move(Trigger.ALL_REPORTED):
             commands += self._tell(now_ns)
         return commands
 
-    def _progress(self, phase: str) -> list[Command]:
+    def _progress(self, phase: Phase) -> list[Command]:
         return [
             Reply(session=seat.session, message=Progress(save_id=self.save.save_id, phase=phase))
             for seat in self.job.seats.values()
@@ -292,24 +294,15 @@ class Participation(Role):
             )
         if self.save.is_plan_only and self.move(Trigger.PLAN_SUFFICES):
             # The layouts are the answer: the ranks expect no other.
-            self.outcome = "planned"
             self.reports = {}
-            commands += self.clear_timers("deadline", "resend")
+            commands += self.clear_timers()
         return commands
 
     def _verdict_heard(self, message: Outcome, now_ns: int) -> list[Command]:
         """The coordinator's verdict."""
         if not self.move(Trigger.OUTCOME):
             return []
-        return self._conclude(
-            message.outcome,
-            now_ns,
-            path=message.path,
-            checkpoint_bytes=message.checkpoint_bytes,
-            at_ms=message.at_ms,
-            cause=message.cause,
-            layout_valid=message.layout_valid,
-        )
+        return self._conclude(message, now_ns)
 
     # --- failures and time
 
@@ -320,7 +313,7 @@ class Participation(Role):
         self.failure = Fail(save=self.save, cause=placed(cause, self.node_id), skip=skip)
         # Not prepared means not published: if the coordinator stays silent, this node may end it by
         # itself.
-        grace = self.set_timer("deadline", now_ns + int(RESOLVE_GRACE_S * SECOND_NS))
+        grace = self.set_timer(self.deadline_timer, now_ns + int(RESOLVE_GRACE_S * SECOND_NS))
         return [*self._tell(now_ns), grace]
 
     def resend(self, now_ns: int) -> list[Command]:
@@ -339,7 +332,7 @@ class Participation(Role):
             missing = self._silent_ranks()
             if self.phase is Phase.PLANNING and not missing and now_ns < verdict_at_ns:
                 # Only the coordinator knows for whom its plan waits; it has the same deadline.
-                return [self.set_timer("deadline", verdict_at_ns)]
+                return [self.set_timer(self.deadline_timer, verdict_at_ns)]
             code = "rank-missing" if missing else "timeout"
             cause = Cause(
                 code,
@@ -352,7 +345,7 @@ class Participation(Role):
             return self.cannot(cause, now_ns)
         if self.phase is Phase.FAILING and self.is_recalled and self.move(Trigger.UNSURE):
             at_ns = now_ns + int(RESOLVE_GRACE_S * SECOND_NS)
-            return [*self._ask_directory(), self.set_timer("deadline", at_ns)]
+            return [*self._ask_directory(), self.set_timer(self.deadline_timer, at_ns)]
         if self.phase is Phase.FAILING and self.move(Trigger.OVERDUE):
             # Never prepared, so the coordinator cannot have published: this is certain without its
             # word.
@@ -362,14 +355,15 @@ class Participation(Role):
             if now_ns < self.deadline_at_ns() + int(RESOLVE_GRACE_S * SECOND_NS):
                 # The coordinator has the same deadline and decides for all; give it the first word.
                 at_ns = self.deadline_at_ns() + int(RESOLVE_GRACE_S * SECOND_NS)
-                return [self.set_timer("deadline", at_ns)]
+                return [self.set_timer(self.deadline_timer, at_ns)]
             if self.move(Trigger.OVERDUE):
                 at_ns = now_ns + int(RESOLVE_GRACE_S * SECOND_NS)
-                return [*self._ask_directory(), self.set_timer("deadline", at_ns)]
+                return [*self._ask_directory(), self.set_timer(self.deadline_timer, at_ns)]
         if self.phase is Phase.RESOLVING and self.move(Trigger.OVERDUE):
             # The directory gives no answer, or storage none at all: the handle ends, the save's
             # fate shows later.
-            return self._conclude("outcome-unknown", now_ns, cause=self._unknown())
+            unknown = Outcome(save=self.save, outcome=Ending.UNKNOWN, cause=self._unknown())
+            return self._conclude(unknown, now_ns)
         return []
 
     def _silent_ranks(self) -> list[int]:
@@ -390,13 +384,14 @@ class Participation(Role):
     def _outcome_found(self, event: OutcomeFound, now_ns: int) -> list[Command]:
         """The shared directory has told how the save ended."""
         self.is_asking = False
-        if event.outcome == "aborted" and self.move(Trigger.OUTCOME_FOUND):
+        if event.fate is Fate.ABORTED and self.move(Trigger.OUTCOME_FOUND):
             cause = Cause(
                 "node-missing", f"{self._no_verdict()}; the save was given up", "", self.node_id
             )
             return self._conclude_alone(self.failure or Fail(save=self.save, cause=cause), now_ns)
-        if event.outcome == "committed" and self.move(Trigger.OUTCOME_FOUND):
-            return self._conclude("committed", now_ns, path=event.path)
+        if event.fate is Fate.COMMITTED and self.move(Trigger.OUTCOME_FOUND):
+            committed = Outcome(save=self.save, outcome=Ending.COMMITTED, path=event.path)
+            return self._conclude(committed, now_ns)
         # Neither name shows, which is no outcome: the next resend looks again.
         return []
 
@@ -404,13 +399,8 @@ class Participation(Role):
         """End without the coordinator's word; what is given up stays a grace for others to find."""
         self.is_shown = True
         return [
-            *self._conclude(
-                "skipped" if failure.skip else "failed",
-                now_ns,
-                cause=failure.cause,
-                layout_valid=failure.cause.code not in PLAN_VOIDING,
-            ),
-            self.set_timer("deadline", now_ns + int(RESOLVE_GRACE_S * SECOND_NS)),
+            *self._conclude(failed_outcome(failure), now_ns),
+            self.set_timer(self.deadline_timer, now_ns + int(RESOLVE_GRACE_S * SECOND_NS)),
         ]
 
     def _no_verdict(self) -> str:
@@ -427,31 +417,12 @@ class Participation(Role):
             self.node_id,
         )
 
-    def _conclude(
-        self,
-        outcome: str,
-        now_ns: int,
-        *,
-        path: str = "",
-        checkpoint_bytes: int = 0,
-        at_ms: int = 0,
-        cause: Cause | None = None,
-        layout_valid: bool = True,
-    ) -> list[Command]:
-        self.outcome = outcome
-        self.at_ms = at_ms
-        self.message = Concluded(
-            save_id=self.save.save_id,
-            outcome=outcome,
-            path=path,
-            checkpoint_bytes=checkpoint_bytes,
-            elapsed_s=round((now_ns - self.opened_at_ns) / SECOND_NS, 6),
-            cause=cause,
-            layout_valid=layout_valid,
-        )
-        commands = self.clear_timers("deadline", "resend")
+    def _conclude(self, verdict: Outcome, now_ns: int) -> list[Command]:
+        self.verdict = verdict
+        self.elapsed_s = round((now_ns - self.opened_at_ns) / SECOND_NS, 6)
+        commands = self.clear_timers()
         for rank in self.job.ranks_here:
-            commands += self._tell_outcome(rank)
+            commands += self._tell_outcome(rank, verdict)
         commands += [AbandonWrite(save=self.save, rank=rank) for rank in sorted(self.is_writing)]
         # Offers can be megabytes; an ended save is kept only to answer late messages.
         self.reports = {
@@ -460,18 +431,27 @@ class Participation(Role):
         }
         return commands + self._discard_when_quiet()
 
-    def _tell_outcome(self, rank: int) -> list[Command]:
-        message = self.message
-        if rank in self.is_writing:
+    def _tell_outcome(self, rank: int, verdict: Outcome) -> list[Command]:
+        is_read = rank in self.is_writing
+        if is_read:
             self.slot_owed.add(rank)
-            message = msgspec.structs.replace(message, slot_free=False)
-        return self._reply(rank, message)
+        concluded = Concluded(
+            save_id=self.save.save_id,
+            outcome=verdict.outcome,
+            path=verdict.path,
+            checkpoint_bytes=verdict.checkpoint_bytes,
+            elapsed_s=self.elapsed_s,
+            cause=verdict.cause,
+            layout_valid=verdict.layout_valid,
+            slot_free=not is_read,
+        )
+        return self._reply(rank, concluded)
 
     def _late(self, rank: int, message: RankMessage) -> list[Command]:
         """A rank speaks of a save that has ended for its node: tell it how."""
-        if isinstance(message, AbortWanted) or self.outcome == "planned":
+        if isinstance(message, AbortWanted) or self.verdict is None:
             return []
-        return self._tell_outcome(rank)
+        return self._tell_outcome(rank, self.verdict)
 
     def _discard_when_quiet(self) -> list[Command]:
         if (
@@ -479,7 +459,7 @@ class Participation(Role):
             or self.is_discarding
             or self.is_shown
             or self.is_writing
-            or self.outcome in ("committed", "outcome-unknown", "planned")
+            or self.outcome not in (Ending.FAILED, Ending.SKIPPED)
         ):
             return []
         self.is_discarding = True
@@ -512,7 +492,7 @@ class Participation(Role):
             message = WordWanted(save=self.save)
         return [
             Send(node=self.job.coordinator, message=message),
-            self.set_timer("resend", now_ns + int(RESEND_S * SECOND_NS)),
+            self.set_timer(self.repeat_timer, now_ns + int(RESEND_S * SECOND_NS)),
         ]
 
     @property

@@ -22,6 +22,7 @@ from milepost.wire.messages import (
 )
 from milepostd.core.commands import ClearTimer, Command, Log, Reply, Send, SetTimer
 from milepostd.core.job import Job
+from milepostd.core.timers import TimerKind, timer_name
 
 REPEAT_NS: Final = 1_000_000_000
 """How long an answer is waited for before a word is repeated."""
@@ -126,7 +127,7 @@ class Preemption:
             return []
         self.at_read = at_read
         commands: list[Command] = [
-            ClearTimer(timer=f"preemption/{self.job.job}"),
+            ClearTimer(timer=timer_name(TimerKind.PREEMPTION, self.job.job)),
             Log(level="warning", event="job.preempted", fields={"job": self.job.job}),
         ]
         for rank in self.job.seats:
@@ -171,4 +172,6 @@ class Preemption:
         return [Send(node=self.job.nodes[node_id], message=message) for node_id in nodes]
 
     def _timer(self, now_ns: int) -> SetTimer:
-        return SetTimer(timer=f"preemption/{self.job.job}", at_ns=now_ns + REPEAT_NS)
+        return SetTimer(
+            timer=timer_name(TimerKind.PREEMPTION, self.job.job), at_ns=now_ns + REPEAT_NS
+        )

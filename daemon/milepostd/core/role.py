@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from milepost.wire.messages import SILENCE_S, SaveRef
+from milepost.wire.messages import SILENCE_S, Ending, Fail, Outcome, SaveRef
+from milepostd.core.causes import PLAN_VOIDING
 from milepostd.core.commands import ClearTimer, Command, SetTimer
 from milepostd.core.job import Job
 from milepostd.core.phases import Phase, Trigger
+from milepostd.core.timers import TimerKind, timer_name
 
 SECOND_NS: Final = 1_000_000_000
 
@@ -35,13 +37,16 @@ class Role:
     """What both roles share: a phase that only the table moves, and the save's clock."""
 
     table: dict[tuple[Phase, Trigger], Phase]
-    timer_prefix: str
+    deadline_timer: TimerKind
+    repeat_timer: TimerKind
 
     def __init__(self, job: Job, save: SaveRef, now_ns: int) -> None:
         self.job = job
         self.save = save
         self.phase = Phase.GATHERING
         self.opened_at_ns = now_ns
+        self.verdict: Outcome | None = None
+        """How it ended; also None if it only asked for layouts."""
 
     def move(self, trigger: Trigger) -> bool:
         """Take the transition if the phase allows it; say whether it did."""
@@ -52,18 +57,33 @@ class Role:
         return True
 
     @property
+    def outcome(self) -> Ending | None:
+        """How it ended, in a word."""
+        return None if self.verdict is None else self.verdict.outcome
+
+    @property
     def is_concluded(self) -> bool:
         return self.phase is Phase.CONCLUDED
 
-    def timer(self, kind: str) -> str:
-        """Name a timer of this role and save."""
-        return f"{self.timer_prefix}.{kind}/{self.save.job}/{self.save.save_id}"
+    def set_timer(self, kind: TimerKind, at_ns: int) -> SetTimer:
+        return SetTimer(timer=timer_name(kind, self.save.job, self.save.save_id), at_ns=at_ns)
 
-    def set_timer(self, kind: str, at_ns: int) -> SetTimer:
-        return SetTimer(timer=self.timer(kind), at_ns=at_ns)
-
-    def clear_timers(self, *kinds: str) -> list[Command]:
-        return [ClearTimer(timer=self.timer(kind)) for kind in kinds]
+    def clear_timers(self) -> list[Command]:
+        """Clear both timers of this role and save."""
+        return [
+            ClearTimer(timer=timer_name(kind, self.save.job, self.save.save_id))
+            for kind in (self.deadline_timer, self.repeat_timer)
+        ]
 
     def deadline_at_ns(self) -> int:
         return self.opened_at_ns + int(self.job.deadline_s * SECOND_NS)
+
+
+def failed_outcome(failure: Fail) -> Outcome:
+    """Return the outcome of a save that cannot become a checkpoint, for this reason."""
+    return Outcome(
+        save=failure.save,
+        outcome=Ending.SKIPPED if failure.skip else Ending.FAILED,
+        cause=failure.cause,
+        layout_valid=failure.cause.code not in PLAN_VOIDING,
+    )

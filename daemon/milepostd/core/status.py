@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from milepost.wire.messages import Cause
+from milepost.wire.messages import Cause, Ending
 from milepostd.core.coordination import Coordination
 from milepostd.core.job import Job, LastFailed
 from milepostd.core.node import Node
@@ -101,10 +101,10 @@ def _job(job: Job) -> dict[str, Any]:
         },
         "last_failed": _last(job.history.last_failed),
         "last_skipped": _last(job.history.last_skipped),
-        "committed_total": counts.get("committed", 0),
-        "failed_total": counts.get("failed", 0),
-        "skipped_total": counts.get("skipped", 0),
-        "unknown_total": counts.get("outcome-unknown", 0),
+        "committed_total": counts.get(Ending.COMMITTED, 0),
+        "failed_total": counts.get(Ending.FAILED, 0),
+        "skipped_total": counts.get(Ending.SKIPPED, 0),
+        "unknown_total": counts.get(Ending.UNKNOWN, 0),
     }
 
 

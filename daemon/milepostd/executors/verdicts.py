@@ -18,6 +18,7 @@ from milepostd.core.commands import Discard, GiveUp, Publish, Retain
 from milepostd.core.events import (
     AnyEvent,
     Discarded,
+    Fate,
     OutcomeFound,
     Published,
     PublishFailed,
@@ -83,12 +84,12 @@ class Verdicts:
         look = root.forestall if is_forestalled else root.give_up
         try:
             ask = partial(self._in_files, partial(look, save))
-            found = await retried(ask, command.until_ns)
+            fate = Fate(await retried(ask, command.until_ns))
         except Exception as error:  # every failure becomes the command's one event
             cause = cause_of(error, node=self._node)
             emit("error", "save.unresolved", job=save.job, save=save.save_id, step=save.step,
                  code=cause.code, cause=cause.message)  # fmt: skip
-            found = "unknown"
+            fate = Fate.UNKNOWN
             with suppress(Exception):  # the first failure has been told
                 if (
                     command.is_coordinator
@@ -97,14 +98,14 @@ class Verdicts:
                         partial(root.is_unpublished, save, was_begun=command.was_prepared)
                     )
                 ):
-                    found = "aborted"
-        if found == "committed" and command.is_coordinator:
+                    fate = Fate.ABORTED
+        if fate is Fate.COMMITTED and command.is_coordinator:
             # It was published, in an earlier life perhaps, by one who did not get to this.
             try:
                 await self._latest.advance(root, save)
             except Exception as error:  # it is a checkpoint all the same
                 self._move_latest_later(root, save, error)
-        return OutcomeFound(save=save, outcome=found, path=str(root.path / save.name))
+        return OutcomeFound(save=save, fate=fate, path=str(root.path / save.name))
 
     async def discard(self, command: Discard) -> AnyEvent:
         """Delete what a save left that has ended; if it was committed, what earlier attempts left,

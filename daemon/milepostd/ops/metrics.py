@@ -26,7 +26,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from milepost.errors import CODES
-from milepost.wire.messages import ClientMessage, DaemonMessage, PeerMessage
+from milepost.wire.messages import ClientMessage, DaemonMessage, Ending, PeerMessage
 from milepostd.core.phases import Phase
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 
-OUTCOMES: Final = ("committed", "failed", "skipped", "outcome-unknown")
+OUTCOMES: Final = tuple(map(str, Ending))
 ROLES: Final = ("coordinator", "participant")
 PHASES: Final = tuple(str(phase) for phase in Phase if phase is not Phase.CONCLUDED)
 DIRECTIONS: Final = ("in", "out")

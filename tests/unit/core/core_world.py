@@ -57,6 +57,7 @@ from milepostd.core.commands import (
 from milepostd.core.events import (
     AnyEvent,
     Discarded,
+    Fate,
     FileDurable,
     FileFailed,
     FragmentDurable,
@@ -82,6 +83,7 @@ from milepostd.core.events import (
 )
 from milepostd.core.invariants import broken_invariants
 from milepostd.core.node import Node, NodeSettings
+from milepostd.core.participation import Participation
 from milepostd.core.role import SECOND_NS
 
 Network: TypeAlias = Callable[[str, str, PeerMessage], Sequence[float]]
@@ -453,7 +455,7 @@ class World:
                 if self.disk.get(key, "partial") == "partial":
                     self.disk[key] = "aborted"
                 found = self.disk[key]
-                return OutcomeFound(save=save, outcome=found, path=f"{command.root}/{save.name}")
+                return OutcomeFound(save=save, fate=Fate(found), path=f"{command.root}/{save.name}")
             case Discard():
                 return Discarded(save=save)
 
@@ -475,7 +477,7 @@ class World:
         """How the save ended at each node that still lives and has heard of it."""
         key = (save.job, save.save_id)
         return {
-            node.participations[key].outcome
+            _verdict(node.participations[key])
             for name, node in self.nodes.items()
             if name not in self.dead and key in node.participations
         }
@@ -495,7 +497,7 @@ def failed(command: SlowCommand, cause: Cause) -> AnyEvent:
         case Publish():
             return PublishFailed(save=command.save, cause=cause)
         case GiveUp():
-            return OutcomeFound(save=command.save, outcome="unknown", path="")
+            return OutcomeFound(save=command.save, fate=Fate.UNKNOWN, path="")
         case Discard():
             return Discarded(save=command.save)
         case Retain():
@@ -515,7 +517,14 @@ def losing(*kinds: type, first: int = 1) -> Network:
     return network
 
 
+def _verdict(role: Participation) -> str:
+    """How a save ended for a node; empty if it has not ended."""
+    if role.is_concluded and role.verdict is None:
+        return "planned"
+    return role.outcome or ""
+
+
 def outcome_of(world: World, save: SaveRef) -> Outcome | None:
     """The coordinator's verdict."""
     role = world.nodes["A"].coordinations.get((save.job, save.save_id))
-    return None if role is None else role.outcome
+    return None if role is None else role.verdict

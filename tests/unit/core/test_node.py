@@ -17,6 +17,7 @@ from milepost.wire.messages import (
     AbortWanted,
     Cause,
     Concluded,
+    Ending,
     Fail,
     Gathered,
     Join,
@@ -59,6 +60,7 @@ from milepostd.core.events import (
     AnyEvent,
     BytesWritten,
     Discarded,
+    Fate,
     FileDurable,
     FileFailed,
     FragmentDurable,
@@ -406,7 +408,7 @@ def test_an_outcome_that_comes_before_any_local_rank_spoke_waits_for_them() -> N
     "message",
     [
         Planned(save=SAVE, layouts=(RankLayout(1, "evil", b"\1"),)),
-        Outcome(save=SAVE, outcome="committed", path="/evil"),
+        Outcome(save=SAVE, outcome=Ending.COMMITTED, path="/evil"),
     ],
 )
 def test_only_the_coordinator_s_word_counts(message: Planned | Outcome) -> None:
@@ -458,7 +460,7 @@ def test_a_node_that_is_not_the_coordinator_takes_no_reports() -> None:
 def test_a_peer_s_nonsense_is_dropped(save_id: str) -> None:
     world = World((1,))
     save = SaveRef(job="job", save_id=save_id, step=1, name="step_1")
-    for message in (Gathered(save=save, reports=()), Outcome(save=save, outcome="committed")):
+    for message in (Gathered(save=save, reports=()), Outcome(save=save, outcome=Ending.COMMITTED)):
         world.post("A", PeerSaid(node_id="A", message=message))
         world.run()
     assert {} == world.nodes["A"].coordinations
@@ -476,7 +478,7 @@ def test_ended_saves_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         world.run()
     for node in world.nodes.values():
         assert len(node.participations) + len(node.coordinations) == 8
-    assert 19 == world.nodes["B"].jobs["job"].history.outcome_counts["committed"]
+    assert 19 == world.nodes["B"].jobs["job"].history.outcome_counts[Ending.COMMITTED]
     assert {} == world.timers
 
 
@@ -785,7 +787,6 @@ def words() -> st.SearchStrategy[AnyEvent]:
     layout = st.builds(RankLayout, rank=rank, layout_id=text, assigned=blob)
     report = st.builds(RankReport, rank=rank, layout_id=text, fingerprint=text, offer=blob)
     written = st.builds(WrittenFile, rank=rank, layout_id=text, file=text, file_bytes=rank)
-    outcome = st.sampled_from(["committed", "aborted", "unknown", "failed", "skipped"])
 
     def several(of: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
         return st.lists(of, max_size=3).map(tuple)
@@ -816,7 +817,7 @@ def words() -> st.SearchStrategy[AnyEvent]:
         st.builds(Planned, save=save, layouts=several(layout)),
         st.builds(Prepared, save=save, files=several(written), fragment=text),
         st.builds(Fail, save=save, cause=cause, skip=st.booleans()),
-        st.builds(Outcome, save=save, outcome=outcome, cause=cause),
+        st.builds(Outcome, save=save, outcome=st.sampled_from(Ending), cause=cause),
         st.builds(WordWanted, save=save),
     )
     timer = st.builds(
@@ -852,7 +853,7 @@ def words() -> st.SearchStrategy[AnyEvent]:
         st.builds(IndexFailed, save=save, cause=cause),
         st.builds(Published, save=save, path=text, at_ms=session),
         st.builds(PublishFailed, save=save, cause=cause),
-        st.builds(OutcomeFound, save=save, outcome=outcome, path=text),
+        st.builds(OutcomeFound, save=save, fate=st.sampled_from(Fate), path=text),
         st.builds(Retained, job=job, removed=st.just(())),
         st.builds(Discarded, save=save),
         st.builds(TimerFired, timer=timer | text | st.just("linger/")),

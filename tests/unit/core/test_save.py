@@ -16,6 +16,7 @@ from tests.unit.core.core_world import NO_SPACE, Network, World, losing, outcome
 from milepost.wire.messages import (
     Cause,
     Concluded,
+    Ending,
     Fail,
     Gathered,
     LayoutReady,
@@ -79,7 +80,7 @@ def test_a_staged_save_is_committed_on_one_node() -> None:
     world = committed(1)
     assert world.concluded(0, SAVE) == Concluded(
         save_id="1-1",
-        outcome="committed",
+        outcome=Ending.COMMITTED,
         path="/data/run/step_10",
         checkpoint_bytes=4096,
         elapsed_s=0.04,
@@ -893,7 +894,7 @@ def test_an_outcome_is_taken_in_every_phase_of_a_participant() -> None:
             (world.offer if says == "offer" else world.stage)(SAVE, 1, 2)
         world.run(1)
         cause = Cause("aborted", "an operator asked for it")
-        outcome = Outcome(save=SAVE, outcome="failed", cause=cause)
+        outcome = Outcome(save=SAVE, outcome=Ending.FAILED, cause=cause)
         world.post("B", PeerSaid(node_id="A", message=outcome))
         world.run(1)
         assert cause == world.cause(1, SAVE)
@@ -904,7 +905,7 @@ def test_an_outcome_is_taken_in_every_phase_of_a_participant() -> None:
     world.stage(SAVE)
     world.run(61 + RESOLVE_GRACE_S)
     assert Phase.RESOLVING is world.nodes["B"].participations[KEY].phase
-    world.post("B", PeerSaid(node_id="A", message=Outcome(save=SAVE, outcome="committed")))
+    world.post("B", PeerSaid(node_id="A", message=Outcome(save=SAVE, outcome=Ending.COMMITTED)))
     world.run(1)
     told = world.concluded(1, SAVE)
     assert told is not None
@@ -1206,7 +1207,7 @@ def choices(world: World, faults: tuple[str, ...]) -> Iterator[Choice]:
 def _state(world: World) -> str:
     roles = [
         (name, type(role).__name__, [(key, _in_order(value)) for key, value in vars(role).items()
-                                     if key not in ("job", "opened_at_ns", "at_ms", "message")])
+                                     if key not in ("job", "opened_at_ns", "elapsed_s")])
         for name, node in world.nodes.items()
         for role in (*node.participations.values(), *node.coordinations.values())
     ]  # fmt: skip

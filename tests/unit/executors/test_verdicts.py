@@ -91,7 +91,7 @@ def test_giving_up_is_tried_again_while_it_may_pass(
 ) -> None:
     bench.root.publish(SAVE)
     calls = refusing(monkeypatch, "give_up", errno.ESTALE, 3)
-    assert "committed" == bench.give_up(for_s=60).outcome
+    assert "committed" == bench.give_up(for_s=60).fate
     assert 4 == len(calls)
 
 
@@ -103,7 +103,7 @@ def test_an_outcome_that_cannot_be_found_is_unknown_at_once(
 ) -> None:
     bench.root.publish(SAVE)
     calls = refusing(monkeypatch, "give_up", number, 3)
-    assert "unknown" == bench.give_up(for_s=for_s).outcome
+    assert "unknown" == bench.give_up(for_s=for_s).fate
     assert 1 == len(calls)
 
 
@@ -113,7 +113,7 @@ def test_what_was_published_is_found_committed_although_latest_cannot_follow(
     bench.root.publish(SAVE)
     refusing(monkeypatch, "advance_latest", errno.EIO, 1)
     found = bench.give_up(for_s=0)
-    assert ("committed", str(bench.root.path / "step_50")) == (found.outcome, found.path)
+    assert ("committed", str(bench.root.path / "step_50")) == (found.fate, found.path)
     assert bench.root.latest_target() is None
     (follow,) = bench.spawned
     asyncio.run(follow)

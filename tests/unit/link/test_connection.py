@@ -26,6 +26,7 @@ from milepost.wire.messages import (
     ClientMessage,
     Concluded,
     DaemonMessage,
+    Ending,
     Hello,
     Leave,
     Left,
@@ -225,7 +226,7 @@ def test_what_is_said_arrives_in_order_from_any_thread(tmp_path: Path, trainer: 
 def test_what_the_daemon_says_is_handed_on_but_for_heartbeats(
     tmp_path: Path, trainer: Trainer, hasty: None
 ) -> None:
-    concluded = Concluded(save_id="1-1", outcome="committed")
+    concluded = Concluded(save_id="1-1", outcome=Ending.COMMITTED)
 
     def answer(message: ClientMessage) -> list[DaemonMessage | bytes]:
         return [concluded] if isinstance(message, AbortWanted) else polite(message)

@@ -20,6 +20,7 @@ from milepost.wire.messages import (
     AbortWanted,
     Cause,
     Concluded,
+    Ending,
     LayoutReady,
     SaveRef,
     SlotFreed,
@@ -93,7 +94,11 @@ class Bench:
 
 def committed(ref: SaveRef) -> Concluded:
     return Concluded(
-        save_id=ref.save_id, outcome="committed", path="/r/s", checkpoint_bytes=5, elapsed_s=0.5
+        save_id=ref.save_id,
+        outcome=Ending.COMMITTED,
+        path="/r/s",
+        checkpoint_bytes=5,
+        elapsed_s=0.5,
     )
 
 
@@ -119,7 +124,7 @@ def test_an_image_that_is_complete_is_told_and_its_slot_held_until_the_daemon_is
 def test_an_image_that_nobody_wants_any_more_gives_its_slot_back_at_once() -> None:
     bench = Bench()
     ref, save = bench.saves.open(10, "step_10")
-    bench.saves.heard(Concluded(save_id=ref.save_id, outcome="failed", cause=SHORT))
+    bench.saves.heard(Concluded(save_id=ref.save_id, outcome=Ending.FAILED, cause=SHORT))
     assert bench.saves.is_over(ref)
     assert bench.staged(ref).is_released
     assert [] == bench.session.said
@@ -131,7 +136,7 @@ def test_a_slot_that_is_still_read_is_held_until_its_own_word() -> None:
     ref, _ = bench.saves.open(10, "step_10")
     slot = bench.staged(ref)
     bench.saves.heard(
-        Concluded(save_id=ref.save_id, outcome="failed", cause=SHORT, slot_free=False)
+        Concluded(save_id=ref.save_id, outcome=Ending.FAILED, cause=SHORT, slot_free=False)
     )
     assert not slot.is_released
     bench.saves.heard(SlotFreed(save_id=ref.save_id))
@@ -149,7 +154,7 @@ def test_callbacks_of_a_handle_run_outside_the_lock(how: str) -> None:
         return ref, save
 
     if how == "early":
-        bench.saves.heard(Concluded(save_id="3-1", outcome="failed", cause=SHORT))
+        bench.saves.heard(Concluded(save_id="3-1", outcome=Ending.FAILED, cause=SHORT))
     ref, save = opened()
     if how == "heard":
         bench.saves.heard(committed(ref))
@@ -192,7 +197,7 @@ def test_a_layout_is_waited_for_until_it_comes_or_the_save_ends() -> None:
     first, _ = bench.saves.open(10, "step_10")
     second, _ = bench.saves.open(20, "step_20")
     ready = LayoutReady(save_id=first.save_id, layout_id="a", assigned=b"\1")
-    ended = Concluded(save_id=second.save_id, outcome="failed", cause=SHORT)
+    ended = Concluded(save_id=second.save_id, outcome=Ending.FAILED, cause=SHORT)
     for ref, message, expected in ((first, ready, ready), (second, ended, None)):
         other = threading.Thread(target=bench.saves.heard, args=(message,))
         other.start()

@@ -7,6 +7,7 @@ makes missing ones, for a message that is new; an existing one is never written 
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import types
 import typing
@@ -28,6 +29,7 @@ from milepost.wire.messages import (
     ClientMessage,
     Concluded,
     DaemonMessage,
+    Ending,
     Fail,
     Gathered,
     Hello,
@@ -121,7 +123,7 @@ DAEMON: list[Message] = [
     Progress(save_id="3-7", phase="writing"),
     Concluded(
         save_id="3-7",
-        outcome="failed",
+        outcome=Ending.FAILED,
         path="/data/run/step_700",
         checkpoint_bytes=1 << 42,
         elapsed_s=1.5,
@@ -151,7 +153,7 @@ PEER: list[Message] = [
     Planned(save=SAVE, layouts=(RankLayout(1, "m" * 32, b"\x01"),), warnings=(CAUSE,)),
     Outcome(
         save=SAVE,
-        outcome="committed",
+        outcome=Ending.COMMITTED,
         path="/data/run/step_700",
         checkpoint_bytes=1 << 42,
         at_ms=1_700_000_000_123,
@@ -190,6 +192,8 @@ def strategy_of(kind: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*map(strategy_of, arguments))
     if kind is type(None):
         return st.none()
+    if issubclass(kind, enum.Enum):
+        return st.sampled_from(kind)
     if issubclass(kind, msgspec.Struct):
         hints = typing.get_type_hints(kind)
         return st.builds(
@@ -287,6 +291,11 @@ def test_a_field_of_the_wrong_type_is_named_with_its_path() -> None:
     raw["save"]["step"] = "seven hundred"
     with pytest.raises(ProtocolError, match=r"Expected `int`, got `str` - at `\$\.save\.step`"):
         decode_client(msgpack.packb(raw))
+
+
+def test_an_unknown_way_to_end_is_refused_by_name() -> None:
+    with pytest.raises(ProtocolError, match=r"Invalid enum value 'lost' - at `\$\.outcome`"):
+        decode_daemon(msgpack.packb({"type": "Concluded", "save_id": "1-1", "outcome": "lost"}))
 
 
 @pytest.mark.parametrize("decode", [decode_client, decode_daemon])
