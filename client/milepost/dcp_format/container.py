@@ -50,7 +50,9 @@ def _storable_dtypes() -> dict[str, torch.dtype]:
 
 
 _DTYPES: Final = _storable_dtypes()
-_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+
+DTYPE_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+"""The storable dtypes, each with its name without `torch.`: "float32"."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -58,7 +60,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
     Raises: UsageError (`unsupported-tensor`) for a dtype whose tensors are not plain payload.
     """
-    name = _NAMES.get(dtype)
+    name = DTYPE_NAMES.get(dtype)
     if name is None:
         raise UsageError(
             "unsupported-tensor",

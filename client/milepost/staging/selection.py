@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from milepost.errors import UsageError
-from milepost.state.items import local_tensor
+from milepost.state.tensors import local_tensor
 from milepost.wire.offers import Kind
 
 if TYPE_CHECKING:

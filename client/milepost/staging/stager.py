@@ -36,7 +36,7 @@ from milepost.staging.layouts import (
     write_containers,
 )
 from milepost.staging.pinning import Pinner, default_pinner
-from milepost.state.items import serialise_objects
+from milepost.state.offering import serialise_objects
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence

@@ -10,8 +10,11 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from milepost.state.collecting import collect
+from milepost.state.fingerprint import Fingerprints
 from milepost.state.flattening import call_stateful, flatten, with_per_rank
-from milepost.state.items import Fingerprints, Items, collect, make_offer, serialise_objects
+from milepost.state.items import Items
+from milepost.state.offering import make_offer, serialise_objects
 from milepost.state.planners import (
     FinalPlan,
     PlannerExchange,

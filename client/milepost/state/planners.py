@@ -30,7 +30,9 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from milepost.dcp_format.index import to_global_metadata
 from milepost.errors import SaveFailed, UsageError
-from milepost.state.items import Items, container_bytes, dtype_names, placed, plain_tensor
+from milepost.state.items import Items, explicit_placement
+from milepost.state.offering import container_bytes
+from milepost.state.tensors import dtype_names, plain_tensor
 from milepost.wire.offers import Kind, Offer
 
 if TYPE_CHECKING:
@@ -360,7 +362,7 @@ def resolve(plan: SavePlan, planner: SavePlanner) -> Resolved:
                 source,
                 global_size=global_size,
                 offsets=offsets,
-                placement=placed("own", global_size, offsets),
+                placement=explicit_placement("own", global_size, offsets),
             )
         elif isinstance(value, io.BytesIO) and kind == Kind.OBJECT:
             items.add(key, kind, value)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from milepost.staging import gathering as under_test
 from milepost.staging.gathering import Gathering
 from milepost.staging.layouts import TensorColumns, tensor_views
+from milepost.state.collecting import _device_first, collect
 from milepost.state.flattening import flatten
-from milepost.state.items import _device_first, collect
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)

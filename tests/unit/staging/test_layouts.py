@@ -7,8 +7,8 @@ import torch
 from milepost.dcp_format import container
 from milepost.format.layout import PAGE_BYTES, unpack_table
 from milepost.staging.layouts import make_layout
+from milepost.state.collecting import collect
 from milepost.state.flattening import flatten
-from milepost.state.items import collect
 from milepost.wire.offers import Kind
 
 

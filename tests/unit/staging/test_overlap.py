@@ -25,8 +25,10 @@ from milepost.staging.pinning import NoPinner
 from milepost.staging.sampling import Sampler
 from milepost.staging.stager import Stager
 from milepost.staging.streams import HostStreams, Streams, default_streams
+from milepost.state.collecting import collect
+from milepost.state.fingerprint import fingerprint
 from milepost.state.flattening import flatten
-from milepost.state.items import Items, collect, fingerprint
+from milepost.state.items import Items
 
 END_S = 20.0
 """How long a copy of these sizes may take on a busy machine."""

@@ -11,8 +11,8 @@ from torch import nn
 
 from milepost.errors import UsageError
 from milepost.staging.selection import Selection, Selector, Spans
+from milepost.state.collecting import collect
 from milepost.state.flattening import flatten
-from milepost.state.items import collect
 
 
 def _model(count: int) -> list[nn.Parameter]:

@@ -18,8 +18,9 @@ from milepost.staging import slots
 from milepost.staging.pinning import NoPinner
 from milepost.staging.slots import Slots
 from milepost.staging.stager import StagedImage, Stager
+from milepost.state.collecting import collect
+from milepost.state.fingerprint import fingerprint
 from milepost.state.flattening import flatten
-from milepost.state.items import collect, fingerprint
 from milepost.wire.messages import SaveRef
 
 END_S = 20.0

@@ -29,8 +29,10 @@ from milepost.format.layout import PAGE_BYTES, SMALL_ALIGN_BYTES, align, unpack_
 from milepost.memory.arena import Arena, SlotState
 from milepost.staging.pinning import NoPinner, default_pinner
 from milepost.staging.stager import StagedImage, Stager
+from milepost.state.collecting import collect
 from milepost.state.flattening import flatten
-from milepost.state.items import Items, collect, make_offer, serialise_objects
+from milepost.state.items import Items
+from milepost.state.offering import make_offer, serialise_objects
 from milepost.wire.messages import SaveRef
 
 SAVE = SaveRef(job="job", save_id="1-1", step=7, name="step_7")

@@ -25,8 +25,8 @@ from milepost.dcp_format.index import build_metadata, pickle_metadata
 from milepost.errors import SaveFailed, UsageError
 from milepost.staging.pinning import NoPinner
 from milepost.staging.stager import Stager
+from milepost.state.fingerprint import fingerprint
 from milepost.state.flattening import call_stateful
-from milepost.state.items import fingerprint
 from milepost.state.planners import (
     FinalPlan,
     PlannerExchange,

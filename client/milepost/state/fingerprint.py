@@ -1,0 +1,69 @@
+"""The fingerprint of a structure: a name that is equal exactly if the same plan serves."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+
+from milepost.errors import UsageError
+from milepost.state.flattening import Paths
+from milepost.state.items import Items
+from milepost.state.tensors import dtype_names
+
+
+def _structure(items: Items, extra: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what tells one structure from another, without copying it."""
+    devices, placements = items.devices, items.placements
+    return (
+        items.keys,
+        bytes(items.kinds),
+        items.dtypes,
+        items.sizes,
+        devices[:1] if len(set(devices)) == 1 else devices,
+        # Global sizes and offsets follow from these, and of whole tensors from their sizes.
+        placements if any(placements) else (),
+        items.paths.columns() if isinstance(items.paths, Paths) else list(items.paths.items()),
+        bytes(items.requires_grad),
+        extra,
+    )
+
+
+def _hashed(structure: tuple[Any, ...]) -> str:
+    keys, kinds, dtypes, *others = structure
+    try:
+        packed: bytes = msgpack.packb((keys, kinds, dtype_names(dtypes), *others))
+    except UnicodeEncodeError as error:
+        raise UsageError("usage", f"a key of the state is not valid Unicode: {error}") from error
+    return hashlib.blake2b(packed, digest_size=16).hexdigest()
+
+
+def fingerprint(items: Items, extra: Sequence[Any] = ()) -> str:
+    """Return a name for the structure: equal exactly if the same plan serves.
+
+    Covers keys and their paths, kinds, dtypes, shapes, boxes, placements with this rank's mesh
+    coordinates, kinds of device, whether gradients are required (`.metadata` records it), and
+    `extra` (plain data: the world's size and the like). Not covered: values, objects, digests. The
+    same in every process. About 0.2 us an item. Raises UsageError("usage") for a key that is not
+    valid Unicode.
+    """
+    return _hashed(_structure(items, extra))
+
+
+class Fingerprints:
+    """Returns `fingerprint`s one after the other. Keeps the last structure, none of its tensors:
+    most are the same again, and to compare takes a third of the time that to hash takes.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[tuple[Any, ...], str] = (), ""
+
+    def take(self, items: Items, extra: Sequence[Any]) -> str:
+        """Return `fingerprint(items, extra)`; the items' columns are not to be changed from now."""
+        structure = _structure(items, extra)
+        if structure != self._known[0]:
+            # At once: an interrupt must not leave one structure with the name of another.
+            self._known = structure, _hashed(structure)
+        return self._known[1]
