@@ -1,0 +1,1 @@
+"""From a checkpoint's files into memory: what is wanted of its blobs, checked, once a node."""

@@ -1,0 +1,201 @@
+"""Reading a data file: past the page cache what is not in it, from the page cache what is.
+
+Owns descriptors, direct I/O and its refusal, and the question to the kernel what it has in memory.
+Knows no checkpoint. Thread-safe, and the GIL is free while it reads.
+
+Sources: open(2) and statx(2) on O_DIRECT, cachestat in the kernel's mm/filemap.c (6.5 and newer),
+preadv2(2) on RWF_NOWAIT.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import stat
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from milepost.format.layout import PAGE_BYTES, align
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+PROBE_EVERY_BYTES: Final = 1 << 20
+"""Where the kernel does not count pages, one byte in so many is asked for."""
+
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+_SYS_CACHESTAT: Final = 451
+"""On every architecture."""
+
+
+class ShortFile(OSError):
+    """A file ended while it was read."""
+
+
+class DataFile:
+    """One open file.
+
+    Attributes:
+        size: in bytes, when it was opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open it. Raises OSError, also for what is no regular file."""
+        self._path = path
+        # Without waiting for who might write into what is a pipe.
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._direct = self._probe = -1
+        try:
+            status = os.fstat(self._file)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            self.size = status.st_size
+            self._direct = self._open_again(os.O_DIRECT)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_again(self, flags: int) -> int:
+        """Open the same file once more; -1 if the system refuses, or another one is there now."""
+        try:
+            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | flags)
+        except OSError:
+            return -1
+        if os.path.sameopenfile(file, self._file):
+            return file
+        os.close(file)
+        return -1
+
+    def close(self) -> None:
+        """Close it; idempotent."""
+        for file in (self._file, self._direct, self._probe):
+            if file >= 0:
+                os.close(file)
+        self._file = self._direct = self._probe = -1
+
+    def __enter__(self) -> DataFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- what is in memory
+
+    def is_cached(self, begin: int, end: int) -> bool:
+        """Tell whether most of a range is in the page cache. Asking reads nothing, or next to."""
+        end = min(end, self.size)
+        if begin >= end:
+            return False
+        pages = self._count_pages(begin, end)
+        if pages is None:
+            return self._is_probably_cached(begin, end)
+        return 2 * pages * PAGE_BYTES >= end - begin
+
+    def _count_pages(self, begin: int, end: int) -> int | None:
+        """Return how many pages of a range are in memory; None if the kernel does not tell."""
+        # Of `struct cachestat_range` and `struct cachestat`, all fields are 64 bits.
+        asked = (ctypes.c_uint64 * 2)(begin, end - begin)
+        cached = (ctypes.c_uint64 * 5)()
+        failed = _LIBC.syscall(
+            ctypes.c_long(_SYS_CACHESTAT),
+            ctypes.c_uint(self._file),
+            asked,
+            cached,
+            ctypes.c_uint(0),
+        )
+        return None if failed else int(cached[0])
+
+    def _is_probably_cached(self, begin: int, end: int) -> bool:
+        """Ask for single bytes that must not be waited for. For kernels before 6.5, and for who may
+        not count the pages of other people's files.
+        """
+        if self._probe < 0:
+            self._probe = self._open_again(0)
+            if self._probe < 0:
+                return False
+            # A byte that is not there is fetched for the next who asks; its neighbours need not be.
+            os.posix_fadvise(self._probe, 0, 0, os.POSIX_FADV_RANDOM)
+        hits = asked = 0
+        byte = bytearray(1)
+        for at in range(begin, end, PROBE_EVERY_BYTES):
+            asked += 1
+            try:
+                hits += os.preadv(self._probe, [byte], at, os.RWF_NOWAIT)
+            except BlockingIOError:
+                continue
+            except OSError:
+                return False
+        return 2 * hits > asked
+
+    # --- reading
+
+    def read(self, memory: memoryview, at: int) -> None:
+        """Fill memory from an offset on, through the page cache.
+
+        Raises OSError; ShortFile if the file ends before.
+        """
+        done = 0
+        while done < len(memory):
+            count = os.preadv(self._file, [memory[done:]], at + done)
+            if not count:
+                raise ShortFile(errno.EIO, f"it ends at {at + done} while it is read")
+            done += count
+
+    def read_past_cache(self, memory: memoryview, at: int, length: int) -> None:
+        """Fill the first `length` bytes of memory from an offset on, past the page cache.
+
+        Args:
+            memory: begins on a page, and is a whole number of pages; what lies behind `length` is
+                overwritten, too.
+            at: a multiple of a page.
+
+        Where direct I/O is refused, and where it fails for another reason than the medium, the
+        page cache is used, and given back: then the error that is raised is the true one.
+        """
+        done = 0
+        if self._direct >= 0:
+            wanted = align(length, PAGE_BYTES)
+            while done < length:
+                try:
+                    count = os.preadv(self._direct, [memory[done:wanted]], at + done)
+                except OSError as error:
+                    if error.errno == errno.EIO:
+                        raise
+                    # It may say EINVAL where a read through the cache says why.
+                    break
+                done += count
+                if not count or count % PAGE_BYTES:
+                    break
+        if done < length:
+            self.read(memory[done:length], at + done)
+            self.forget(at + done, at + length)
+
+    def forget(self, begin: int, end: int) -> None:
+        """Let the kernel drop a range from the page cache, which belongs to training."""
+        with suppress(OSError):
+            os.posix_fadvise(self._file, begin, end - begin, os.POSIX_FADV_DONTNEED)
+
+
+class Buffer:
+    """Memory that begins on a page, for direct I/O.
+
+    Attributes:
+        view: all of it.
+        address: of its first byte.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._mapping = mmap.mmap(-1, align(max(nbytes, 1), PAGE_BYTES))
+        with suppress(OSError):
+            # Touched for the first time, small pages cost more than what is read into them.
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(self._mapping)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))

@@ -1,0 +1,166 @@
+"""Which stored chunks hold a wanted box of a tensor, and where a box lies in a chunk's bytes.
+
+Pure arithmetic over offsets and sizes; no torch, no files. A *chunk* is a stored box, an *overlap*
+what a chunk and a wanted box have in shared. Elements count in row-major order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+from milepost.wire.offers import Box
+
+
+class Overlap(NamedTuple):
+    """What a chunk and a wanted box have in shared."""
+
+    chunk: int
+    """Index of the chunk."""
+    stored_at: Box
+    """Where it begins in the chunk."""
+    wanted_at: Box
+    """Where it begins in the wanted box."""
+    sizes: Box
+
+
+class _Order(NamedTuple):
+    """Chunks in the order in which they begin along the dimension that tells most of them apart."""
+
+    dim: int
+    indices: list[int]
+    starts: list[int]
+    longest: int
+
+
+class Chunks:
+    """The stored chunks of one tensor, as columns.
+
+    Args:
+        offsets: by dimension, where each chunk begins.
+        sizes: by dimension, how long each is.
+        count: how many there are; a scalar has no dimensions, and one chunk.
+    """
+
+    def __init__(
+        self, offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]], count: int
+    ) -> None:
+        self._offsets = offsets
+        self._sizes = sizes
+        self._count = count
+
+    @classmethod
+    def of(cls, boxes: Sequence[tuple[Box, Box]]) -> Chunks:
+        """Return the chunks that are these boxes, each offsets and sizes."""
+        return cls(
+            list(zip(*(at for at, _ in boxes), strict=True)),
+            list(zip(*(sizes for _, sizes in boxes), strict=True)),
+            len(boxes),
+        )
+
+    def overlaps(self, offsets: Box, sizes: Box) -> list[Overlap]:
+        """Return what the chunks have in shared with a box, where that is not empty.
+
+        `O(log n)` in the number of chunks for usual shardings, after the first call has sorted
+        them.
+        """
+        if 0 in sizes:
+            return []
+        found = []
+        for chunk in self._candidates(offsets, sizes):
+            overlap = self._overlap(chunk, offsets, sizes)
+            if overlap is not None:
+                found.append(overlap)
+        return found
+
+    def _candidates(self, offsets: Box, sizes: Box) -> Sequence[int]:
+        if self._count <= 2 or not offsets:
+            return range(self._count)
+        dim, indices, starts, longest = self._order
+        low = bisect_left(starts, offsets[dim] - longest + 1)
+        high = bisect_left(starts, offsets[dim] + sizes[dim])
+        return indices[low:high]
+
+    @cached_property
+    def _order(self) -> _Order:
+        dim = max(range(len(self._offsets)), key=lambda dim: len(set(self._offsets[dim])))
+        column = list(self._offsets[dim])
+        indices = sorted(range(self._count), key=column.__getitem__)
+        return _Order(dim, indices, [column[i] for i in indices], max(self._sizes[dim]))
+
+    def _overlap(self, chunk: int, offsets: Box, sizes: Box) -> Overlap | None:
+        stored_at, wanted_at, lengths = [], [], []
+        for starts, extents, at, length in zip(
+            self._offsets, self._sizes, offsets, sizes, strict=True
+        ):
+            start = starts[chunk]
+            low = max(start, at)
+            shared = min(start + extents[chunk], at + length) - low
+            if shared <= 0:
+                return None
+            stored_at.append(low - start)
+            wanted_at.append(low - at)
+            lengths.append(shared)
+        return Overlap(chunk, tuple(stored_at), tuple(wanted_at), tuple(lengths))
+
+
+def missing(sizes: Box, overlaps: Sequence[Overlap]) -> int:
+    """Return how many elements of a box no chunk holds, if no two chunks hold the same."""
+    return prod(sizes) - sum(prod(overlap.sizes) for overlap in overlaps)
+
+
+# --- a box in the bytes of its chunk --------------------------------------------------------------
+
+
+def flat_range(chunk: Box, at: Box, sizes: Box) -> tuple[int, int] | None:
+    """Return first element and number of elements of a box that lies in one run in its chunk; None
+    if it does not.
+
+    Args:
+        chunk: the chunk's sizes.
+        at, sizes: the box, within the chunk; not empty.
+    """
+    first, stride, count = 0, 1, 1
+    is_whole = True
+    for length, begin, extent in zip(reversed(chunk), reversed(at), reversed(sizes), strict=True):
+        if extent > 1 and not is_whole:
+            return None
+        if extent < length:
+            is_whole = False
+        first += begin * stride
+        stride *= length
+        count *= extent
+    return first, count
+
+
+def boxes_within(
+    chunk: Box, at: Box, sizes: Box, begin: int, end: int
+) -> Iterator[tuple[Box, Box]]:
+    """Yield the parts of a box whose elements are among those from `begin` to `end` of its chunk,
+    each as where it begins in the chunk, and its sizes.
+
+    Together they are all of them; at most two for each dimension.
+    """
+    begin, end = max(begin, 0), min(end, prod(chunk))
+    if begin >= end or 0 in sizes:
+        return
+    if not chunk:
+        yield (), ()
+        return
+    row, low, high = prod(chunk[1:]), at[0], at[0] + sizes[0]
+    # Rows of which all elements are among them, and those at either end of which some are.
+    first, over = -(-begin // row), end // row
+    cut = {begin // row} if begin % row else set()
+    if end % row:
+        cut.add(over)
+    for index in cut:
+        if low <= index < high:
+            base = index * row
+            inner = boxes_within(chunk[1:], at[1:], sizes[1:], begin - base, end - base)
+            yield from (((index, *where), (1, *extent)) for where, extent in inner)
+    first, over = max(first, low), min(over, high)
+    if first < over:
+        yield (first, *at[1:]), (over - first, *sizes[1:])
