@@ -14,16 +14,16 @@ import sys
 from collections.abc import Mapping
 
 from milepostd.core import phases
-from milepostd.core.phases import COORDINATOR, PARTICIPANT, Phase, Trigger
+from milepostd.core.phases import COORDINATOR, ENDED, PARTICIPANT, Phase, Trigger
 
 _INTRODUCTION = """\
 # The save machine
 
 Generated from `daemon/milepostd/core/phases.py` by `python -m docs.generate.save_machine_page`.
 
-A save has two roles. Every node of the cohort is a *participant*; the node of rank 0 is the
-*coordinator* too. Each role moves along its own table and nowhere else; what is not drawn changes
-nothing. Why it is so: [0003](design/0003-commit-point.md).
+A save has two roles. Every node of the cohort is a *participant*; the node of rank 0 is also the
+*coordinator*. Each role moves only along its own table; a trigger that a phase does not list
+changes nothing. The reasons are in [0003](design/0003-commit-point.md).
 """
 
 _TITLES = (
@@ -49,8 +49,12 @@ def _diagram(table: Mapping[tuple[Phase, Trigger], Phase]) -> str:
 
 def _legend(table: Mapping[tuple[Phase, Trigger], Phase], meanings: Mapping[str, str]) -> str:
     used = {phase for phase, _ in table} | {*table.values()}
-    rows = [f"| {phase} | {meanings[phase.name]} |" for phase in Phase if phase in used]
-    return "\n".join(["| phase | means |", "|---|---|", *rows, ""])
+    rows = [
+        f"| {phase} | {'yes' if phase in ENDED else ''} | {meanings[phase.name]} |"
+        for phase in Phase
+        if phase in used
+    ]
+    return "\n".join(["| phase | outcome known | means |", "|---|---|---|", *rows, ""])
 
 
 def _meanings() -> dict[str, str]:

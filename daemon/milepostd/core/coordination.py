@@ -75,10 +75,6 @@ class Coordination(Role):
         self.layout_of: dict[int, RankLayout] = {}
         self.prepared: dict[str, Prepared] = {}
         self.failure: Fail | None = None
-        self.was_prepared = False
-        """Whether any node said so: then the save's directory was there."""
-        self.may_take_effect = False
-        """Whether a publication failed without saying that it did not happen."""
         self.checkpoint_bytes = 0
 
     def open(self) -> list[Command]:
@@ -124,12 +120,14 @@ class Coordination(Role):
         """Take a node's word; repeated words are answered again, and change nothing."""
         if self.verdict is not None:
             return self._send(node_id, self.verdict)
-        if self.is_concluded and self.planned is not None:
+        if self.has_ended and self.planned is not None:
             return self._send_plan(node_id, self.planned)
         if self.phase is Phase.PUBLISHING:
             # All is durable, and the rename may have happened: only its completion counts now.
             return []
-        self.was_prepared |= isinstance(message, Prepared)
+        if isinstance(message, Prepared):
+            # Kept whatever else is wrong with it: the save's directory was there.
+            self.prepared.setdefault(node_id, message)
         if message.save != self.save:
             cause = Cause(
                 "save-mismatch",
@@ -191,7 +189,6 @@ class Coordination(Role):
         return []
 
     def _prepared(self, node_id: str, message: Prepared) -> list[Command]:
-        self.prepared.setdefault(node_id, message)
         if node_id not in self.gathered:
             # Its `Gathered` was lost; what it has written says the same.
             reports = tuple(RankReport(file.rank, file.layout_id) for file in message.files)
@@ -259,7 +256,7 @@ class Coordination(Role):
         commands.append(WarmPlanner())
         for node_id in self.job.nodes:
             commands += self._send_plan(node_id, self.planned)
-        if self.is_concluded:
+        if self.has_ended:
             self.gathered = {}
             return commands + self.clear_timers()
         return commands + self._check_prepared()
@@ -295,12 +292,12 @@ class Coordination(Role):
 
     def _publish_failed(self, event: PublishFailed, now_ns: int) -> list[Command]:
         """The rename did not happen, or is not known to have: the directory decides."""
-        self.may_take_effect = event.cause.code not in REFUSALS
-        return self.refuse(event.cause, now_ns)
+        may_take_effect = event.cause.code not in REFUSALS
+        return self.refuse(event.cause, now_ns, may_take_effect=may_take_effect)
 
     def _outcome_found(self, event: OutcomeFound) -> list[Command]:
         """GiveUp has ended: now the outcome is certain, or certain to be unknown."""
-        if not self.move(Trigger.OUTCOME_FOUND):
+        if not self.move(Trigger.GIVEN_UP):
             return []
         return self._conclude(self._outcome_by(event))
 
@@ -321,8 +318,14 @@ class Coordination(Role):
 
     # --- failures and time
 
-    def refuse(self, cause: Cause, now_ns: int, *, skip: bool = False) -> list[Command]:
-        """End the save for all, unless it is published or ending already."""
+    def refuse(
+        self, cause: Cause, now_ns: int, *, skip: bool = False, may_take_effect: bool = False
+    ) -> list[Command]:
+        """End the save for all, unless it is published or ending already.
+
+        Args:
+            may_take_effect: a publication failed without saying that it did not happen.
+        """
         if not self.move(Trigger.REFUSED):
             return []
         self.failure = Fail(save=self.save, cause=cause, skip=skip)
@@ -334,8 +337,8 @@ class Coordination(Role):
                 root=self.job.root,
                 is_coordinator=True,
                 until_ns=now_ns + int(RESOLVE_GRACE_S * SECOND_NS),
-                was_prepared=self.was_prepared,
-                may_take_effect=self.may_take_effect,
+                was_prepared=bool(self.prepared),
+                may_take_effect=may_take_effect,
             )
         ]
 

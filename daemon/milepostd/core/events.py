@@ -229,7 +229,13 @@ class StopRequested(Event, frozen=True):
 
 
 ParticipantEvent: TypeAlias = (
-    BytesWritten | FileDurable | FileFailed | FragmentDurable | FragmentFailed | OutcomeFound
+    BytesWritten
+    | FileDurable
+    | FileFailed
+    | FragmentDurable
+    | FragmentFailed
+    | OutcomeFound
+    | Discarded
 )
 """What a save's participant is told."""
 
@@ -252,7 +258,6 @@ AnyEvent: TypeAlias = (
     | PeerSaid
     | SaveEvent
     | Retained
-    | Discarded
     | TimerFired
     | StopRequested
 )

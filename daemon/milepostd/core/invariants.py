@@ -58,7 +58,7 @@ def _bounds(node: Node) -> Iterator[str]:
     if len(node.jobs) > JOBS_MAX:
         yield f"{len(node.jobs)} jobs"
     for what, roles in (("participant", node.participations), ("coordinator", node.coordinations)):
-        active = sum(not role.is_concluded for role in roles.values())
+        active = sum(not role.has_ended for role in roles.values())
         if active > SAVES_MAX:
             yield f"{active} saves in flight as {what}"
     if len(node.early.kept) > EARLY_MAX:
@@ -69,8 +69,8 @@ def _bounds(node: Node) -> Iterator[str]:
     if len(node.ended) > ENDED_MAX + pending:
         yield f"{len(node.ended)} ended saves are kept"
     kept = [
-        *((True, key) for key, role in node.participations.items() if role.is_concluded),
-        *((False, key) for key, role in node.coordinations.items() if role.is_concluded),
+        *((True, key) for key, role in node.participations.items() if role.has_ended),
+        *((False, key) for key, role in node.coordinations.items() if role.has_ended),
     ]
     if sorted(kept) != sorted(node.ended):
         yield "the list of ended saves does not name each of them once"
@@ -97,33 +97,36 @@ def _participation(role: Participation, key: tuple[str, str]) -> Iterator[str]:
         yield "writes an image that nobody staged"
     if role.is_writing & role.files.keys():
         yield "writes a file that is durable"
-    if not role.slot_owed <= role.is_writing:
-        yield f"owes a slot to ranks {sorted(role.slot_owed - role.is_writing)} and never pays"
     if phase is Phase.GATHERING and role.reports.keys() == here:
         yield "gathers, though all ranks have reported"
     if phase is Phase.PLANNING and (role.reports.keys() != here or role.staged.keys() == here):
         yield "waits for a plan, though ranks are silent or all have staged"
     is_failed = role.failure is not None
-    if phase in (Phase.WRITING, Phase.SEALING, Phase.PREPARED) or (
-        phase is Phase.RESOLVING and not is_failed
-    ):
+    is_resolving = phase in (Phase.RESOLVING, Phase.UNDECIDED)
+    if phase in (Phase.WRITING, Phase.SEALING, Phase.PREPARED) or (is_resolving and not is_failed):
         if role.staged.keys() != here:
             yield f"is {phase} before all ranks have staged"
         if (phase is Phase.WRITING) == (role.files.keys() == here):
             yield f"is {phase} with files of ranks {sorted(role.files)}"
-    if (phase is Phase.PREPARED or (phase is Phase.RESOLVING and not is_failed)) and (
+    if (phase is Phase.PREPARED or (is_resolving and not is_failed)) and (
         role.is_writing or not role.fragment
     ):
         yield f"is {phase}, but not all is durable"
     if phase is Phase.FAILING and role.failure is None:
         yield "fails without a cause"
-    if role.is_concluded != (role.verdict is not None) and not (
-        role.is_concluded and role.save.is_plan_only
+    if role.has_ended != (role.verdict is not None) and not (
+        role.has_ended and role.save.is_plan_only
     ):
         yield f"is {phase} with outcome {role.outcome}"
-    if role.is_discarding and (not role.is_concluded or role.is_writing):
-        yield "discards what is still in use"
-    if role.is_concluded and any(report.offer for report in role.reports.values()):
+    if phase is Phase.RELEASING and not role.is_writing:
+        yield "waits for a writer, and none is at work"
+    if phase in (Phase.DISCARDING, Phase.CONCLUDED) and role.is_writing:
+        yield f"is {phase}, and a writer still reads images of ranks {sorted(role.is_writing)}"
+    if phase in (Phase.SHOWING, Phase.DISCARDING) and (
+        role.outcome not in (Ending.FAILED, Ending.SKIPPED)
+    ):
+        yield f"is {phase} with outcome {role.outcome}"
+    if role.has_ended and any(report.offer for report in role.reports.values()):
         yield "has ended and still holds offers"
     verdict = role.verdict
     if verdict is not None and verdict.outcome is not Ending.COMMITTED and verdict.cause is None:
@@ -145,7 +148,7 @@ def _coordination(role: Coordination, key: tuple[str, str], node: Node) -> Itera
         yield f"is {phase} before all nodes are prepared"
     if phase is Phase.ABORTING and role.failure is None:
         yield "aborts without a cause"
-    if role.is_concluded != (
+    if role.has_ended != (
         role.verdict is not None or (role.save.is_plan_only and bool(role.planned))
     ):
         yield f"is {phase} with outcome {role.outcome}"

@@ -78,6 +78,7 @@ from milepostd.core.events import (
 from milepostd.core.job import NO_ORDER, Job, LastCommitted, Seat, save_order
 from milepostd.core.joining import why_not
 from milepostd.core.participation import Participation
+from milepostd.core.phases import Phase
 from milepostd.core.preemption import Preemption
 from milepostd.core.role import SECOND_NS
 from milepostd.core.timers import TimerKind, job_of_timer, save_of_timer, timer_kind, timer_name
@@ -188,9 +189,12 @@ class Node:
                 return self._timer_fired(event.timer, now_ns)
             case StopRequested():
                 return self._stop_requested(now_ns)
-            case Retained() | Discarded():
+            case Retained():
                 self.housekeeping = max(0, self.housekeeping - 1)
                 return []
+            case Discarded():
+                self.housekeeping = max(0, self.housekeeping - 1)
+                return self._save_moved(event, now_ns)
             case _:
                 return self._save_moved(event, now_ns)
 
@@ -232,10 +236,7 @@ class Node:
         for rank, staged in event.staged:
             is_ours = rank in job.seats and staged.save.job == job.job
             if is_ours and save_order(staged.save)[0] == job.attempt:
-                commands += self._take_word(job, rank, staged, now_ns)
-                role = self.participations.get((job.job, staged.save.save_id))
-                if role is not None:
-                    role.is_recalled = True
+                commands += self._take_word(job, rank, staged, now_ns, is_recalled=True)
         return commands + self._replay_early(job.job, now_ns)
 
     def _recall_over(self, name: str, now_ns: int) -> list[Command]:
@@ -360,7 +361,7 @@ class Node:
         for participation in [*self.participations.values()]:
             if (
                 participation.job is job
-                and not participation.is_concluded
+                and not participation.has_ended
                 and len(participation.staged) < len(job.ranks_here)
             ):
                 cause = Cause(
@@ -390,7 +391,14 @@ class Node:
         return self._take_word(job, session.rank, message, now_ns, event.session)
 
     def _take_word(
-        self, job: Job, rank: int, message: RankMessage, now_ns: int, session: int = NO_SESSION
+        self,
+        job: Job,
+        rank: int,
+        message: RankMessage,
+        now_ns: int,
+        session: int = NO_SESSION,
+        *,
+        is_recalled: bool = False,
     ) -> list[Command]:
         """Take what a local rank says about a save, or what its arena says for it."""
         if isinstance(message, Staged):
@@ -406,13 +414,15 @@ class Node:
                     # The other nodes need not wait for this one until the deadline.
                     Send(node=job.coordinator, message=Fail(save=message.save, cause=refusal)),
                 ]
-            participation = Participation(job, message.save, self.node_id, now_ns)
+            participation = Participation(
+                job, message.save, self.node_id, now_ns, is_recalled=is_recalled
+            )
             self.participations[key] = participation
             commands += participation.open()
             commands += self._miss_lost_ranks(participation, now_ns)
-        was_concluded = participation.is_concluded
+        had_ended = participation.has_ended
         commands += participation.rank_said(rank, message, now_ns)
-        return commands + self._after_participation(participation, was_concluded)
+        return commands + self._after_participation(participation, had_ended)
 
     def _why_no_save(self, job: Job) -> Cause | None:
         """Why no save of this job can begin here now."""
@@ -426,7 +436,7 @@ class Node:
                 "end the older run",
                 here,
             )
-        if sum(not role.is_concluded for role in self.participations.values()) >= SAVES_MAX:
+        if sum(not role.has_ended for role in self.participations.values()) >= SAVES_MAX:
             return Cause("busy", f"node {here} has {SAVES_MAX} saves in flight", "", here)
         return None
 
@@ -463,7 +473,7 @@ class Node:
         """A rank has gone: the saves of its job that it has not staged can never complete."""
         commands: list[Command] = []
         for participation in [*self.participations.values()]:
-            if participation.job is job and not participation.is_concluded:
+            if participation.job is job and not participation.has_ended:
                 commands += self._miss_lost_ranks(participation, now_ns)
         return commands
 
@@ -485,7 +495,7 @@ class Node:
     def _has_pending(self, job: Job) -> bool:
         return any(
             role.job is job and role.is_pending for role in self.participations.values()
-        ) or any(role.job is job and not role.is_concluded for role in self.coordinations.values())
+        ) or any(role.job is job and not role.has_ended for role in self.coordinations.values())
 
     def _session_lost(self, event: SessionLost, now_ns: int) -> list[Command]:
         self.open_sessions.discard(event.session)
@@ -584,9 +594,9 @@ class Node:
                 return self._outcome_unasked(node_id, message, now_ns)
             if node_id != participation.job.coordinator.node_id:
                 return [self._stray(node_id, message)]
-            was_concluded = participation.is_concluded
+            had_ended = participation.has_ended
             commands = participation.coordinator_said(message, now_ns)
-            return commands + self._after_participation(participation, was_concluded)
+            return commands + self._after_participation(participation, had_ended)
         if isinstance(message, WordWanted) and job is not None and not job.is_coordinator:
             return self._word_wanted(node_id, message, now_ns)
         coordination = self.coordinations.get(key)
@@ -599,7 +609,7 @@ class Node:
                 # earlier life of this daemon may have published it.
                 not job.is_coordinator
                 or node_id not in job.nodes
-                or sum(not role.is_concluded for role in self.coordinations.values()) >= SAVES_MAX
+                or sum(not role.has_ended for role in self.coordinations.values()) >= SAVES_MAX
             ):
                 return [self._stray(node_id, message)]
             coordination = Coordination(job, message.save, self.node_id, now_ns)
@@ -609,9 +619,9 @@ class Node:
             commands = []
         if node_id not in coordination.job.nodes:
             return [*commands, self._stray(node_id, message)]
-        was_concluded = coordination.is_concluded
+        had_ended = coordination.has_ended
         commands += coordination.node_said(node_id, message, now_ns)
-        return commands + self._after_coordination(coordination, was_concluded)
+        return commands + self._after_coordination(coordination, had_ended)
 
     def _outcome_unasked(
         self, node_id: str, message: CoordinatorMessage, now_ns: int
@@ -630,7 +640,7 @@ class Node:
         participation = Participation(job, message.save, self.node_id, now_ns)
         self.participations[(job.job, message.save.save_id)] = participation
         commands = participation.coordinator_said(message, now_ns)
-        return commands + self._after_participation(participation, was_concluded=False)
+        return commands + self._after_participation(participation, had_ended=False)
 
     def _word_wanted(self, node_id: str, message: WordWanted, now_ns: int) -> list[Command]:
         """A save waits for this node: end it if it cannot have what it waits for."""
@@ -647,13 +657,11 @@ class Node:
             return [Send(node=job.coordinator, message=Fail(save=save, cause=refusal))]
         if not any(seat.is_lost or seat.is_leaving for seat in job.seats.values()):
             return []
-        role = self.participations[(job.job, save.save_id)] = Participation(
-            job, save, self.node_id, now_ns
-        )
         # It may have been forgotten here: then only the directory knows.
-        role.is_recalled = True
+        role = Participation(job, save, self.node_id, now_ns, is_recalled=True)
+        self.participations[(job.job, save.save_id)] = role
         commands = role.open() + self._miss_lost_ranks(role, now_ns)
-        return commands + self._after_participation(role, was_concluded=False)
+        return commands + self._after_participation(role, had_ended=False)
 
     def _stray(self, node_id: str, message: SaveMessage) -> Log:
         return Log(
@@ -676,21 +684,19 @@ class Node:
         commands: list[Command] = []
         participation = self.participations.get(key)
         if participation is not None and isinstance(event, ParticipantEvent):
-            was_concluded = participation.is_concluded
+            had_ended = participation.has_ended
             commands += participation.handle(event, now_ns)
-            commands += self._after_participation(participation, was_concluded)
+            commands += self._after_participation(participation, had_ended)
         coordination = self.coordinations.get(key)
         if coordination is not None and isinstance(event, CoordinatorEvent):
-            was_concluded = coordination.is_concluded
+            had_ended = coordination.has_ended
             commands += coordination.handle(event, now_ns)
-            commands += self._after_coordination(coordination, was_concluded)
+            commands += self._after_coordination(coordination, had_ended)
         return commands
 
-    def _after_participation(
-        self, participation: Participation, was_concluded: bool
-    ) -> list[Command]:
+    def _after_participation(self, participation: Participation, had_ended: bool) -> list[Command]:
         commands: list[Command] = []
-        if participation.is_concluded and not was_concluded:
+        if participation.has_ended and not had_ended:
             save = participation.save
             self._remember_ended(True, (save.job, save.save_id))
             if participation.verdict is not None:
@@ -734,8 +740,8 @@ class Node:
             at_ms=verdict.at_ms,
         )
 
-    def _after_coordination(self, coordination: Coordination, was_concluded: bool) -> list[Command]:
-        if not coordination.is_concluded or was_concluded:
+    def _after_coordination(self, coordination: Coordination, had_ended: bool) -> list[Command]:
+        if not coordination.has_ended or had_ended:
             return []
         save, job = coordination.save, coordination.job
         self._remember_ended(False, (save.job, save.save_id))
@@ -783,18 +789,18 @@ class Node:
                 participation = self.participations.get(save_of_timer(timer))
                 if participation is None:
                     return []
-                was_concluded = participation.is_concluded
+                had_ended = participation.has_ended
                 commands = (
                     participation.resend(now_ns)
                     if kind is TimerKind.RESEND
                     else participation.overdue(now_ns)
                 )
-                return commands + self._after_participation(participation, was_concluded)
+                return commands + self._after_participation(participation, had_ended)
             case TimerKind.VERDICT | TimerKind.ASK:
                 coordination = self.coordinations.get(save_of_timer(timer))
                 if coordination is None:
                     return []
-                was_concluded = coordination.is_concluded
+                had_ended = coordination.has_ended
                 commands = (
                     coordination.ask(
                         self.peer_heard_at_ns, is_draining=self.stops > 0, now_ns=now_ns
@@ -802,7 +808,7 @@ class Node:
                     if kind is TimerKind.ASK
                     else coordination.overdue(now_ns)
                 )
-                return commands + self._after_coordination(coordination, was_concluded)
+                return commands + self._after_coordination(coordination, had_ended)
 
     # --- the end
 
@@ -811,8 +817,11 @@ class Node:
         """Nothing is pending: no save in flight, no writer at work, no housekeeping."""
         return (
             not self.housekeeping
-            and not any(role.is_pending or role.is_shown for role in self.participations.values())
-            and all(role.is_concluded for role in self.coordinations.values())
+            and not any(
+                role.is_pending or role.phase is Phase.SHOWING
+                for role in self.participations.values()
+            )
+            and all(role.has_ended for role in self.coordinations.values())
             and not self._has_recalls
         )
 

@@ -49,6 +49,7 @@ from milepostd.core.commands import (
 )
 from milepostd.core.events import (
     BytesWritten,
+    Discarded,
     Fate,
     FileDurable,
     FileFailed,
@@ -64,13 +65,19 @@ from milepostd.core.timers import TimerKind
 
 
 class Participation(Role):
-    """One node's part in one save."""
+    """One node's part in one save.
+
+    Args:
+        is_recalled: an earlier life of this daemon took part, and may have been prepared.
+    """
 
     table = PARTICIPANT
     deadline_timer = TimerKind.DEADLINE
     repeat_timer = TimerKind.RESEND
 
-    def __init__(self, job: Job, save: SaveRef, node_id: str, now_ns: int) -> None:
+    def __init__(
+        self, job: Job, save: SaveRef, node_id: str, now_ns: int, *, is_recalled: bool = False
+    ) -> None:
         super().__init__(job, save, now_ns)
         self.node_id = node_id
         self.reports: dict[int, RankReport] = {}
@@ -78,18 +85,10 @@ class Participation(Role):
         self.files: dict[int, WrittenFile] = {}
         self.is_writing: set[int] = set()
         """Ranks whose image a writer may be touching."""
-        self.slot_owed: set[int] = set()
-        """Ranks that were told the outcome while a writer still held their slot."""
         self.layouts_given: set[int] = set()
         self.fragment = ""
         self.failure: Fail | None = None
-        self.is_recalled = False
-        """Whether an earlier life of this daemon took part, and may have been prepared."""
-        self.is_asking = False
-        """Whether a GiveUp of this role is under way."""
-        self.is_shown = False
-        """Whether what was given up still lies there for others, whom nobody has told."""
-        self.is_discarding = False
+        self.is_recalled = is_recalled
         self.bytes_total = 0
         self.bytes_written = 0
         self.elapsed_s = 0.0
@@ -107,7 +106,7 @@ class Participation(Role):
 
     def rank_said(self, rank: int, message: RankMessage, now_ns: int) -> list[Command]:
         """Take one rank's word; each says one thing, or offers and then stages."""
-        if self.is_concluded:
+        if self.has_ended:
             return self._late(rank, message)
         if message.save != self.save:
             cause = Cause(
@@ -219,6 +218,9 @@ class Participation(Role):
                 return self.cannot(event.cause, now_ns)
             case OutcomeFound():
                 return self._outcome_found(event, now_ns)
+            case Discarded():
+                self.move(Trigger.DISCARDED)
+                return []
 
     def _bytes_written(self, event: BytesWritten) -> list[Command]:
         """Progress, for people. Files end on a page, so the last block may be a little longer."""
@@ -241,11 +243,11 @@ class Participation(Role):
 
     def _writer_done(self, rank: int) -> list[Command]:
         self.is_writing.discard(rank)
-        commands: list[Command] = []
-        if rank in self.slot_owed:
-            self.slot_owed.discard(rank)
-            commands += self._reply(rank, SlotFreed(save_id=self.save.save_id))
-        return commands + self._discard_when_quiet()
+        if not self.has_ended:
+            return []
+        # The rank was told the outcome while the writer still read its slot.
+        freed = self._reply(rank, SlotFreed(save_id=self.save.save_id))
+        return freed + self._check_slots()
 
     def _check_files(self, now_ns: int) -> list[Command]:
         if len(self.files) < len(self.job.ranks_here) or not self.move(Trigger.ALL_WRITTEN):
@@ -318,15 +320,17 @@ class Participation(Role):
 
     def resend(self, now_ns: int) -> list[Command]:
         """Nothing was heard for a while: say it again."""
-        if self.is_concluded:
+        if self.has_ended:
             return []
-        return self._tell(now_ns) + self._ask_directory()
+        commands = self._tell(now_ns)
+        if self.move(Trigger.LOOK_AGAIN):
+            commands.append(self._ask_directory())
+        return commands
 
     def overdue(self, now_ns: int) -> list[Command]:
         """The deadline has passed on this node, or a grace after it."""
-        if self.is_shown:
-            self.is_shown = False
-            return self._discard_when_quiet()
+        if self.phase is Phase.SHOWING and self.move(Trigger.OVERDUE):
+            return self._check_slots()
         if self.phase in (Phase.GATHERING, Phase.PLANNING, Phase.WRITING, Phase.SEALING):
             verdict_at_ns = self.deadline_at_ns() + int(RESOLVE_GRACE_S * SECOND_NS)
             missing = self._silent_ranks()
@@ -345,7 +349,7 @@ class Participation(Role):
             return self.cannot(cause, now_ns)
         if self.phase is Phase.FAILING and self.is_recalled and self.move(Trigger.UNSURE):
             at_ns = now_ns + int(RESOLVE_GRACE_S * SECOND_NS)
-            return [*self._ask_directory(), self.set_timer(self.deadline_timer, at_ns)]
+            return [self._ask_directory(), self.set_timer(self.deadline_timer, at_ns)]
         if self.phase is Phase.FAILING and self.move(Trigger.OVERDUE):
             # Never prepared, so the coordinator cannot have published: this is certain without its
             # word.
@@ -358,8 +362,8 @@ class Participation(Role):
                 return [self.set_timer(self.deadline_timer, at_ns)]
             if self.move(Trigger.OVERDUE):
                 at_ns = now_ns + int(RESOLVE_GRACE_S * SECOND_NS)
-                return [*self._ask_directory(), self.set_timer(self.deadline_timer, at_ns)]
-        if self.phase is Phase.RESOLVING and self.move(Trigger.OVERDUE):
+                return [self._ask_directory(), self.set_timer(self.deadline_timer, at_ns)]
+        if self.phase in (Phase.RESOLVING, Phase.UNDECIDED) and self.move(Trigger.OVERDUE):
             # The directory gives no answer, or storage none at all: the handle ends, the save's
             # fate shows later.
             unknown = Outcome(save=self.save, outcome=Ending.UNKNOWN, cause=self._unknown())
@@ -374,30 +378,26 @@ class Participation(Role):
             if rank not in self.reports or (rank in self.layouts_given and rank not in self.staged)
         ]
 
-    def _ask_directory(self) -> list[Command]:
-        """Look for the outcome in the shared directory, once at a time."""
-        if self.phase is not Phase.RESOLVING or self.is_asking:
-            return []
-        self.is_asking = True
-        return [GiveUp(save=self.save, root=self.job.root, is_coordinator=False)]
+    def _ask_directory(self) -> GiveUp:
+        return GiveUp(save=self.save, root=self.job.root, is_coordinator=False)
 
     def _outcome_found(self, event: OutcomeFound, now_ns: int) -> list[Command]:
         """The shared directory has told how the save ended."""
-        self.is_asking = False
-        if event.fate is Fate.ABORTED and self.move(Trigger.OUTCOME_FOUND):
+        if event.fate is Fate.ABORTED and self.move(Trigger.ABORT_SEEN):
             cause = Cause(
                 "node-missing", f"{self._no_verdict()}; the save was given up", "", self.node_id
             )
             return self._conclude_alone(self.failure or Fail(save=self.save, cause=cause), now_ns)
-        if event.fate is Fate.COMMITTED and self.move(Trigger.OUTCOME_FOUND):
+        if event.fate is Fate.COMMITTED and self.move(Trigger.COMMIT_SEEN):
             committed = Outcome(save=self.save, outcome=Ending.COMMITTED, path=event.path)
             return self._conclude(committed, now_ns)
-        # Neither name shows, which is no outcome: the next resend looks again.
+        if event.fate is Fate.UNKNOWN:
+            # Neither name shows, which is no outcome: the next resend looks again.
+            self.move(Trigger.NEITHER_SEEN)
         return []
 
     def _conclude_alone(self, failure: Fail, now_ns: int) -> list[Command]:
         """End without the coordinator's word; what is given up stays a grace for others to find."""
-        self.is_shown = True
         return [
             *self._conclude(failed_outcome(failure), now_ns),
             self.set_timer(self.deadline_timer, now_ns + int(RESOLVE_GRACE_S * SECOND_NS)),
@@ -429,12 +429,9 @@ class Participation(Role):
             rank: msgspec.structs.replace(report, fingerprint="", offer=b"")
             for rank, report in self.reports.items()
         }
-        return commands + self._discard_when_quiet()
+        return commands + self._check_slots()
 
     def _tell_outcome(self, rank: int, verdict: Outcome) -> list[Command]:
-        is_read = rank in self.is_writing
-        if is_read:
-            self.slot_owed.add(rank)
         concluded = Concluded(
             save_id=self.save.save_id,
             outcome=verdict.outcome,
@@ -443,7 +440,7 @@ class Participation(Role):
             elapsed_s=self.elapsed_s,
             cause=verdict.cause,
             layout_valid=verdict.layout_valid,
-            slot_free=not is_read,
+            slot_free=rank not in self.is_writing,
         )
         return self._reply(rank, concluded)
 
@@ -453,17 +450,17 @@ class Participation(Role):
             return []
         return self._tell_outcome(rank, self.verdict)
 
-    def _discard_when_quiet(self) -> list[Command]:
-        if (
-            not self.is_concluded
-            or self.is_discarding
-            or self.is_shown
-            or self.is_writing
-            or self.outcome not in (Ending.FAILED, Ending.SKIPPED)
-        ):
+    def _check_slots(self) -> list[Command]:
+        """Delete what a failed save left, once no writer can add to it and its peers have had time
+        to see it.
+        """
+        if self.is_writing:
             return []
-        self.is_discarding = True
-        return [Discard(save=self.save, root=self.job.root)]
+        if self.outcome not in (Ending.FAILED, Ending.SKIPPED):
+            self.move(Trigger.NOTHING_LEFT)
+        elif self.move(Trigger.SLOTS_FREE):
+            return [Discard(save=self.save, root=self.job.root)]
+        return []
 
     def _reply(self, rank: int, message: DaemonMessage) -> list[Command]:
         seat = self.job.seats.get(rank)
@@ -476,7 +473,7 @@ class Participation(Role):
         message: ParticipantMessage
         if self.failure is not None:
             message = self.failure
-        elif self.phase in (Phase.PREPARED, Phase.RESOLVING):
+        elif self.phase in (Phase.PREPARED, Phase.RESOLVING, Phase.UNDECIDED):
             message = Prepared(
                 save=self.save,
                 files=tuple(self.files[rank] for rank in sorted(self.files)),
@@ -498,7 +495,7 @@ class Participation(Role):
     @property
     def is_pending(self) -> bool:
         """Whether this node still has to do something for the save."""
-        return not self.is_concluded or bool(self.is_writing)
+        return not self.has_ended or bool(self.is_writing)
 
     def waits_for(self) -> str:
         """Say in one sentence what the save waits for on this node."""
@@ -527,7 +524,7 @@ class Participation(Role):
                 return (
                     f"failed here; waiting for coordinator {self.job.coordinator.node_id} to end it"
                 )
-            case Phase.RESOLVING:
+            case Phase.RESOLVING | Phase.UNDECIDED:
                 return "the coordinator is silent; asking the shared directory"
             case _ if self.is_writing:
                 ranks = named("rank", sorted(self.is_writing), len(self.job.ranks_here))

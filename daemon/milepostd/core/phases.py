@@ -26,7 +26,9 @@ class Phase(StrEnum):
     FAILING = "failing"
     """This node cannot go on and has said so; the coordinator decides."""
     RESOLVING = "resolving"
-    """The coordinator is silent past the deadline; the shared directory is asked."""
+    """The coordinator is silent past the deadline; the shared directory is being asked."""
+    UNDECIDED = "undecided"
+    """The directory showed neither outcome; it is asked again soon."""
     COLLECTING = "collecting"
     """The coordinator waits for every node to be prepared."""
     INDEXING = "indexing"
@@ -35,8 +37,19 @@ class Phase(StrEnum):
     """The rename is under way."""
     ABORTING = "aborting"
     """The save's directory is being taken out of the way."""
+    SHOWING = "showing"
+    """This node ended the save without the coordinator; it keeps the aborted directory until its
+    peers have seen it."""
+    RELEASING = "releasing"
+    """The save has ended; a writer still reads an image, and its rank waits for the slot."""
+    DISCARDING = "discarding"
+    """What the save left under `.partial` is being deleted."""
     CONCLUDED = "concluded"
-    """The outcome is known."""
+    """The save has ended, and nothing is left to do."""
+
+
+ENDED: Final = frozenset({Phase.SHOWING, Phase.RELEASING, Phase.DISCARDING, Phase.CONCLUDED})
+"""Phases in which the outcome is known, and told."""
 
 
 class Trigger(StrEnum):
@@ -50,7 +63,13 @@ class Trigger(StrEnum):
     OUTCOME = "outcome heard"
     OVERDUE = "deadline passed"
     UNSURE = "deadline passed, and an earlier life may have been prepared"
-    OUTCOME_FOUND = "outcome found"
+    ABORT_SEEN = "the directory shows an abort"
+    COMMIT_SEEN = "the directory shows a commit"
+    NEITHER_SEEN = "the directory shows neither"
+    LOOK_AGAIN = "time to look again"
+    SLOTS_FREE = "all slots free"
+    NOTHING_LEFT = "all slots free, nothing to delete"
+    DISCARDED = "leftovers deleted"
     NEEDS_PLAN = "a rank needs a layout"
     ALL_GATHERED = "all nodes gathered"
     PLAN_MADE = "plan made"
@@ -59,6 +78,7 @@ class Trigger(StrEnum):
     INDEX_BUILT = "index built"
     PUBLISHED = "published"
     REFUSED = "cannot become a checkpoint"
+    GIVEN_UP = "giving up has ended"
 
 
 PARTICIPANT: Final[dict[tuple[Phase, Trigger], Phase]] = {
@@ -72,7 +92,7 @@ PARTICIPANT: Final[dict[tuple[Phase, Trigger], Phase]] = {
         for phase in (Phase.GATHERING, Phase.PLANNING, Phase.WRITING, Phase.SEALING)
     },
     **{
-        (phase, Trigger.OUTCOME): Phase.CONCLUDED
+        (phase, Trigger.OUTCOME): Phase.RELEASING
         for phase in (
             Phase.GATHERING,
             Phase.PLANNING,
@@ -81,14 +101,23 @@ PARTICIPANT: Final[dict[tuple[Phase, Trigger], Phase]] = {
             Phase.PREPARED,
             Phase.FAILING,
             Phase.RESOLVING,
+            Phase.UNDECIDED,
         )
     },
-    (Phase.PREPARED, Trigger.OVERDUE): Phase.RESOLVING,
-    (Phase.FAILING, Trigger.OVERDUE): Phase.CONCLUDED,
-    (Phase.FAILING, Trigger.UNSURE): Phase.RESOLVING,
     (Phase.PLANNING, Trigger.PLAN_SUFFICES): Phase.CONCLUDED,
-    (Phase.RESOLVING, Trigger.OUTCOME_FOUND): Phase.CONCLUDED,
-    (Phase.RESOLVING, Trigger.OVERDUE): Phase.CONCLUDED,
+    (Phase.PREPARED, Trigger.OVERDUE): Phase.RESOLVING,
+    (Phase.FAILING, Trigger.OVERDUE): Phase.SHOWING,
+    (Phase.FAILING, Trigger.UNSURE): Phase.RESOLVING,
+    (Phase.RESOLVING, Trigger.ABORT_SEEN): Phase.SHOWING,
+    (Phase.RESOLVING, Trigger.COMMIT_SEEN): Phase.RELEASING,
+    (Phase.RESOLVING, Trigger.NEITHER_SEEN): Phase.UNDECIDED,
+    (Phase.UNDECIDED, Trigger.LOOK_AGAIN): Phase.RESOLVING,
+    (Phase.RESOLVING, Trigger.OVERDUE): Phase.RELEASING,
+    (Phase.UNDECIDED, Trigger.OVERDUE): Phase.RELEASING,
+    (Phase.SHOWING, Trigger.OVERDUE): Phase.RELEASING,
+    (Phase.RELEASING, Trigger.SLOTS_FREE): Phase.DISCARDING,
+    (Phase.RELEASING, Trigger.NOTHING_LEFT): Phase.CONCLUDED,
+    (Phase.DISCARDING, Trigger.DISCARDED): Phase.CONCLUDED,
 }
 """What a participant does; pairs not listed change nothing."""
 
@@ -110,6 +139,6 @@ COORDINATOR: Final[dict[tuple[Phase, Trigger], Phase]] = {
             Phase.PUBLISHING,
         )
     },
-    (Phase.ABORTING, Trigger.OUTCOME_FOUND): Phase.CONCLUDED,
+    (Phase.ABORTING, Trigger.GIVEN_UP): Phase.CONCLUDED,
 }
 """What a coordinator does; pairs not listed change nothing."""

@@ -12,7 +12,7 @@ from milepost.wire.messages import SILENCE_S, Ending, Fail, Outcome, SaveRef
 from milepostd.core.causes import PLAN_VOIDING
 from milepostd.core.commands import ClearTimer, Command, SetTimer
 from milepostd.core.job import Job
-from milepostd.core.phases import Phase, Trigger
+from milepostd.core.phases import ENDED, Phase, Trigger
 from milepostd.core.timers import TimerKind, timer_name
 
 SECOND_NS: Final = 1_000_000_000
@@ -62,8 +62,9 @@ class Role:
         return None if self.verdict is None else self.verdict.outcome
 
     @property
-    def is_concluded(self) -> bool:
-        return self.phase is Phase.CONCLUDED
+    def has_ended(self) -> bool:
+        """Whether the outcome is known, or the layouts that were asked for."""
+        return self.phase in ENDED
 
     def set_timer(self, kind: TimerKind, at_ns: int) -> SetTimer:
         return SetTimer(timer=timer_name(kind, self.save.job, self.save.save_id), at_ns=at_ns)

@@ -23,7 +23,7 @@ def status_of(node: Node, now_ns: int) -> dict[str, Any]:
     saves: list[dict[str, Any]] = [
         _save(role, now_ns) for role in node.participations.values() if role.is_pending
     ]
-    saves += [_save(role, now_ns) for role in node.coordinations.values() if not role.is_concluded]
+    saves += [_save(role, now_ns) for role in node.coordinations.values() if not role.has_ended]
     return {
         "version": STATUS_VERSION,
         "accepting": not node.stops,

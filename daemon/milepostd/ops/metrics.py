@@ -36,7 +36,10 @@ CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 
 OUTCOMES: Final = tuple(map(str, Ending))
 ROLES: Final = ("coordinator", "participant")
-PHASES: Final = tuple(str(phase) for phase in Phase if phase is not Phase.CONCLUDED)
+PHASES: Final = tuple(
+    str(phase) for phase in Phase if phase not in (Phase.DISCARDING, Phase.CONCLUDED)
+)
+"""Phases in which a status shows a save."""
 DIRECTIONS: Final = ("in", "out")
 MESSAGES: Final = tuple(
     sorted(
@@ -76,7 +79,7 @@ SPECS: Final = (
     Spec("milepostd_peer_silence_seconds_max", "gauge", "seconds",
          "Since the quietest peer was heard; peers are silent while nothing is saved."),
     Spec("milepostd_saves_in_flight", "gauge", "",
-         "Saves that have not ended, by this node's role in them and their phase.",
+         "Saves in flight, by this node's role in them and their phase.",
          {"role": ROLES, "phase": PHASES}),
     Spec("milepostd_save_age_seconds_max", "gauge", "seconds", "Age of the oldest save in flight."),
     Spec("milepostd_pending_bytes", "gauge", "bytes", "Staged on this node and not yet written."),

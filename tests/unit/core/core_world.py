@@ -519,7 +519,7 @@ def losing(*kinds: type, first: int = 1) -> Network:
 
 def _verdict(role: Participation) -> str:
     """How a save ended for a node; empty if it has not ended."""
-    if role.is_concluded and role.verdict is None:
+    if role.has_ended and role.verdict is None:
         return "planned"
     return role.outcome or ""
 

@@ -823,7 +823,8 @@ def test_what_a_node_has_given_up_by_itself_lies_there_until_all_others_have_loo
     assert world.nodes["B"].is_idle
 
 
-def test_a_directory_that_shows_neither_outcome_is_looked_at_again() -> None:
+def undecided() -> World:
+    """A world in which node B hears nothing of A, and the directory shows neither outcome."""
     world = World((1, 1))
     world.hold(Publish)
     world.fail(GiveUp)
@@ -831,14 +832,48 @@ def test_a_directory_that_shows_neither_outcome_is_looked_at_again() -> None:
     world.run(1)
     world.crash("A")
     world.run(60 + RESOLVE_GRACE_S)
-    assert Phase.RESOLVING is world.nodes["B"].participations[KEY].phase
+    assert Phase.UNDECIDED is world.nodes["B"].participations[KEY].phase
     assert None is world.concluded(1, SAVE)
+    return world
+
+
+@scenario
+def test_a_directory_that_shows_neither_outcome_is_looked_at_again() -> None:
+    world = undecided()
     world.failures.clear()
     world.disk[KEY] = "committed"
     world.run(2 * RESEND_S)
     told = world.concluded(1, SAVE)
     assert told is not None
     assert "committed" == told.outcome
+
+
+@scenario
+def test_a_directory_that_never_shows_an_outcome_ends_the_save_as_unknown() -> None:
+    world = undecided()
+    world.run(RESOLVE_GRACE_S)
+    assert {"outcome-unknown"} == world.verdicts(SAVE)
+    assert 1 < len(world.done(GiveUp, "B"))
+    assert [] == world.done(Discard)
+    assert {} == {timer: at for timer, at in world.timers.items() if timer[0] == "B"}
+
+
+@scenario
+def test_a_coordinator_that_speaks_between_two_looks_at_the_directory_is_heard() -> None:
+    world = undecided()
+    world.post("B", PeerSaid(node_id="A", message=Outcome(save=SAVE, outcome=Ending.COMMITTED)))
+    world.run(RESOLVE_GRACE_S)
+    assert {"committed"} == world.verdicts(SAVE)
+
+
+def test_a_directory_is_asked_once_at_a_time() -> None:
+    world = World((1, 1))
+    world.hold(Publish)
+    world.hold(GiveUp)
+    world.stage(SAVE)
+    world.run(60 + RESOLVE_GRACE_S + 4 * RESEND_S)
+    assert Phase.RESOLVING is world.nodes["B"].participations[KEY].phase
+    assert 1 == len(world.done(GiveUp, "B"))
 
 
 def test_a_node_that_failed_ends_the_save_itself_if_the_coordinator_died() -> None:

@@ -235,7 +235,7 @@ def test_a_save_that_has_ended_is_shown_while_a_writer_still_reads_its_image() -
     world.abort(SAVE, 0)
     world.run(1)
     sentence = "ended as failed; a writer still reads the image of 1 of 1 rank: 0"
-    assert {"participant": ("concluded", sentence)} == waiting(world)
+    assert {"participant": ("releasing", sentence)} == waiting(world)
     world.release()
     world.run()
     assert [] == status(world)["saves"]

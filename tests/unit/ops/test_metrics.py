@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.unit.core.core_world import World, save_ref
 
+from milepostd.core.commands import WriteImage
+from milepostd.core.status import status_of
 from milepostd.ops.metrics import (
     PHASES,
     SPECS,
@@ -110,6 +113,18 @@ def test_gauges_say_what_the_status_says() -> None:
     assert found[("milepostd_last_committed_bytes",)] == 5
     assert found[("milepostd_build_info", ("version", "0.1.0"))] == 1
     assert found[("milepostd_resident_memory_bytes",)] > 1 << 20
+
+
+def test_a_save_that_has_ended_is_counted_while_a_writer_still_reads_its_image() -> None:
+    world, ref = World((1,)), save_ref()
+    world.hold(WriteImage)
+    world.stage(ref)
+    world.run(1)
+    world.abort(ref, 0)
+    world.run(1)
+    found = scrape(status(saves=status_of(world.nodes["A"], world.now_ns)["saves"]))
+    labels = (("phase", "releasing"), ("role", "participant"))
+    assert 1 == found["milepostd_saves_in_flight", *labels]
 
 
 def test_before_the_first_commit_its_time_is_absent_rather_than_1970() -> None:
