@@ -97,7 +97,8 @@ def find_staged(job: str, attempt: int, ranks: Iterable[int]) -> list[tuple[int,
                     save_id=record.save_id,
                     step=record.step,
                     name=record.name,
-                    overwrite=True,
+                    overwrite=record.overwrite,
+                    place=record.place,
                 )
                 staged = Staged(
                     save=save,

@@ -30,7 +30,7 @@ import psutil
 from milepost.errors import UsageError
 from milepost.format.manifest import FragmentFile
 from milepost.memory.arena import find_arenas
-from milepost.storage.root import Root
+from milepost.storage.homes import home_of
 from milepost.wire.messages import (
     PROTOCOL_VERSION,
     AbortWanted,
@@ -687,7 +687,7 @@ class Runtime:
             await self.faults.at("after-staged", save)
             write = partial(
                 write_rank,
-                Root(command.root),
+                home_of(command.root, save),
                 save,
                 command.arena,
                 command.slot,
@@ -719,7 +719,11 @@ class Runtime:
             files = self.fragments.pop((save.job, save.save_id))
             ordered = tuple(files[rank] for rank in sorted(files))
             write = partial(
-                write_fragment, Root(command.root), save, self.node_ref.node_id, ordered
+                write_fragment,
+                home_of(command.root, save),
+                save,
+                self.node_ref.node_id,
+                ordered,
             )
             name = await retried(partial(self.files.run, write), command.until_ns)
         except Exception as error:  # every failure becomes the command's one event

@@ -1,4 +1,4 @@
-"""What orders checkpoints: save id and step, read from a manifest's beginning."""
+"""What orders checkpoints and tells who wrote them, read from a manifest's beginning."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ class Heading(msgspec.Struct, frozen=True):
 
     save_id: str = ""
     step: int = -1
+    job: str = ""
 
 
 _HEAD_BYTES: Final = 16 << 10
 
 
 def read_heading(checkpoint: Path) -> Heading:
-    """Read save id and step without the columns, of which a large manifest has many MB.
+    """Read job, save id and step without the columns, of which a large manifest has many MB.
 
     Falls back to the whole manifest where the fields are not among its first. Raises
     CorruptCheckpoint, OSError.
@@ -39,14 +40,14 @@ def read_heading(checkpoint: Path) -> Heading:
                 for _ in range(unpacker.read_map_header()):
                     key = unpacker.unpack()
                     found[key] = unpacker.unpack()
-                    if "save_id" in found and "step" in found:
+                    if found.keys() >= {"job", "save_id", "step"}:
                         return msgspec.convert(found, Heading)
             except (ValueError, TypeError, msgpack.UnpackException, msgspec.ValidationError):
                 pass  # Torn, in another order, or damaged: the full decoder tells which.
             manifest = decode_manifest(data + file.read())
     except FileNotFoundError:
         return Heading()
-    return Heading(manifest.save_id, manifest.step)
+    return Heading(manifest.save_id, manifest.step, manifest.job)
 
 
 def order_of(save_id: str, step: int) -> tuple[int, int, int]:

@@ -77,13 +77,16 @@ class SlotRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the image in use."""
     objects: tuple[tuple[int, int, int], ...] = ()
     """(item of the offer, offset in the image, length) of each serialised object."""
+    place: str = ""
+    """As in `SaveRef`."""
+    overwrite: bool = True
 
 
 def record_bytes(objects: int) -> int:
     """Return a record area's size that is enough for so many objects, and for names of any length
     milepost takes.
     """
-    return PAGE_BYTES + 30 * objects
+    return 2 * PAGE_BYTES + 30 * objects
 
 
 class _Shape(NamedTuple):

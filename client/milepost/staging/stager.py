@@ -365,6 +365,8 @@ class Stager:
             layout_id=layout.layout_id,
             image_bytes=end if layout.tensors.items or placed else 0,
             objects=placed,
+            place=save.place,
+            overwrite=save.overwrite,
         )
         slot.seal(record)
         return StagedImage(current.arena.path, slot, record)

@@ -70,6 +70,13 @@ def check_name(name: str) -> str:
     return name
 
 
+def check_save_id(save_id: str) -> str:
+    """Return the save id if it may be part of a file's name. Raises UsageError."""
+    if not _SAVE_ID.fullmatch(save_id):
+        raise UsageError("usage", f"{save_id!r} is not a save id")
+    return save_id
+
+
 def step_in(name: str) -> int:
     """Return the step in a name like `step_12`; -1 for any other name."""
     match = _STEP_NAME.fullmatch(name)
@@ -97,9 +104,8 @@ class RootPaths:
 
         Raises UsageError if its name or its save id is not valid.
         """
-        if not _SAVE_ID.fullmatch(save.save_id):
-            raise UsageError("usage", f"{save.save_id!r} is not a save id")
-        return self.partial / f"{check_name(save.name)}.{save.save_id}"
+        save_id = check_save_id(save.save_id)
+        return self.partial / f"{check_name(save.name)}.{save_id}"
 
     def aborted_dir(self, save: SaveRef) -> Path:
         """Return where a save's files lie once it was given up. Raises UsageError."""

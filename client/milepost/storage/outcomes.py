@@ -41,7 +41,7 @@ def open_save(root: RootPaths, save: SaveRef) -> Path:
                 path.rmdir()
             if was_published:
                 raise Rejected("already-committed", f"save {save.save_id} was published")
-            raise _given_up(save)
+            raise given_up(save)
     return path
 
 
@@ -55,7 +55,7 @@ def publish(root: RootPaths, save: SaveRef) -> Path:
     with reported("publish", final):
         try:
             os.stat(source / METADATA_NAME)
-            _tidy(source)
+            remove_leftovers(source)
             sync_directory(source)
             if save.overwrite:
                 aside = put_aside(root, save)
@@ -85,7 +85,7 @@ def publish(root: RootPaths, save: SaveRef) -> Path:
     return final
 
 
-def _tidy(directory: Path) -> None:
+def remove_leftovers(directory: Path) -> None:
     """Remove from a save's directory what no checkpoint has: fragments, temporary files, and data
     files that were written again.
     """
@@ -113,7 +113,7 @@ def _confirm(root: RootPaths, save: SaveRef) -> Path:
     if where == "committed":
         return root.top / save.name
     if where == "aborted":
-        raise _given_up(save)
+        raise given_up(save)
     raise SaveFailed(
         "outcome-unknown",
         f"save {save.save_id}: {source} is gone, and neither published nor given up",
@@ -121,7 +121,8 @@ def _confirm(root: RootPaths, save: SaveRef) -> Path:
     )
 
 
-def _given_up(save: SaveRef) -> SaveFailed:
+def given_up(save: SaveRef) -> SaveFailed:
+    """Return the error of who comes too late for a save that was given up."""
     return SaveFailed("aborted", f"save {save.save_id} of {save.name} was given up")
 
 

@@ -95,6 +95,10 @@ class Root:
         """
         return self._paths.save_dir(save)
 
+    def checkpoint_dir(self, save: SaveRef) -> Path:
+        """Return where the checkpoint of a save stands once it is published."""
+        return self.path / save.name
+
     def open_save(self, save: SaveRef) -> Path:
         """Return the save's directory; make it if it is not there.
 
@@ -137,6 +141,12 @@ class Root:
         """
         with reported("write", path, image.nbytes):
             write_image(path, image, on_block, before_block, block_bytes)
+
+    def is_taken(self, name: str) -> bool:
+        """Whether a data file must not have this name though the save's directory has none of it:
+        never, since that directory becomes the checkpoint.
+        """
+        return False
 
     # --- ending one save --------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import msgspec
 
 from milepost.errors import ProtocolError
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 
 MESSAGE_BYTES_MAX: Final = 256 << 20
 """Largest message taken from a socket: an offer of 1,000,000 shards is about 100 MB; anything
@@ -85,6 +85,9 @@ class SaveRef(msgspec.Struct, frozen=True):
     overwrite: bool = False
     is_plan_only: bool = False
     """Nothing is to be saved: the ranks only want layouts, ahead of their first save."""
+    place: str = ""
+    """Absolute path of a directory that is to become the checkpoint; empty: `name` below the job's
+    root does."""
 
 
 class Ending(StrEnum):

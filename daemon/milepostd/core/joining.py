@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Final
 
-from milepost.wire.messages import Cause, Join
+from milepost.wire.messages import Cause, Join, SaveRef
 from milepostd.core.job import Job
 
 DEADLINE_S_MAX: Final = 7 * 86_400.0
@@ -16,6 +16,10 @@ JOB_CHARACTERS_MAX: Final = 300
 ROOT_CHARACTERS_MAX: Final = 4096
 """Longest names taken: they are in every status and on every line of the log. The client allows 200
 and adds the root's identity; 4,096 is PATH_MAX."""
+
+PLACE_CHARACTERS_MAX: Final = 3000
+"""Longest path of a checkpoint in a place of its own: names below it must fit into PATH_MAX, and
+the whole into a slot's record."""
 
 
 def why_not(join: Join, here: str, roots: Sequence[str], known: Job | None) -> Cause | None:
@@ -75,6 +79,29 @@ def why_not(join: Join, here: str, roots: Sequence[str], known: Job | None) -> C
             "",
             here,
             join.rank,
+        )
+    return None
+
+
+def why_not_there(save: SaveRef, here: str, roots: Sequence[str]) -> Cause | None:
+    """Return why a save cannot be published in a place of its own; None if it can, or names none.
+
+    Args:
+        here: this node's id.
+        roots: those that may be written in, with all below them; empty: any.
+    """
+    if not save.place:
+        return None
+    if len(save.place) > PLACE_CHARACTERS_MAX or "\0" in save.place:
+        text = f"the path of save {save.save_id} has {len(save.place)} characters, or a NUL"
+        hint = f"use one of at most {PLACE_CHARACTERS_MAX} characters, without a NUL"
+        return Cause("usage", text, hint, here)
+    if not is_allowed(save.place, roots):
+        return Cause(
+            "root-refused",
+            f"{save.place} lies under none of this daemon's roots: " + ", ".join(roots),
+            "start milepostd with --root for it",
+            here,
         )
     return None
 

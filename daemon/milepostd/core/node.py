@@ -76,7 +76,7 @@ from milepostd.core.events import (
     TimerFired,
 )
 from milepostd.core.job import NO_ORDER, Job, LastCommitted, Seat, save_order
-from milepostd.core.joining import why_not
+from milepostd.core.joining import why_not, why_not_there
 from milepostd.core.participation import Participation
 from milepostd.core.phases import Phase
 from milepostd.core.preemption import Preemption
@@ -407,7 +407,7 @@ class Node:
         participation = self.participations.get(key)
         commands: list[Command] = []
         if participation is None:
-            refusal = self._why_no_save(job)
+            refusal = self._why_no_save(job, message.save)
             if refusal is not None:
                 return [
                     self._end_save(session, message.save, refusal),
@@ -424,8 +424,8 @@ class Node:
         commands += participation.rank_said(rank, message, now_ns)
         return commands + self._after_participation(participation, had_ended)
 
-    def _why_no_save(self, job: Job) -> Cause | None:
-        """Why no save of this job can begin here now."""
+    def _why_no_save(self, job: Job, save: SaveRef) -> Cause | None:
+        """Why this save cannot begin here now."""
         here = self.node_id
         if self.stops:
             return Cause("daemon-lost", f"node {here} is shutting down", "", here)
@@ -438,7 +438,7 @@ class Node:
             )
         if sum(not role.has_ended for role in self.participations.values()) >= SAVES_MAX:
             return Cause("busy", f"node {here} has {SAVES_MAX} saves in flight", "", here)
-        return None
+        return why_not_there(save, here, self.settings.roots)
 
     def _miss_lost_ranks(self, participation: Participation, now_ns: int) -> list[Command]:
         """Fail a save at once if a rank that is gone for good has not staged it."""
@@ -609,6 +609,7 @@ class Node:
                 # earlier life of this daemon may have published it.
                 not job.is_coordinator
                 or node_id not in job.nodes
+                or why_not_there(message.save, self.node_id, self.settings.roots) is not None
                 or sum(not role.has_ended for role in self.coordinations.values()) >= SAVES_MAX
             ):
                 return [self._stray(node_id, message)]
@@ -652,7 +653,7 @@ class Node:
             return role.resend(now_ns)
         if save_order(save)[0] != job.attempt:
             return []
-        refusal = self._why_no_save(job)
+        refusal = self._why_no_save(job, save)
         if refusal is not None:
             return [Send(node=job.coordinator, message=Fail(save=save, cause=refusal))]
         if not any(seat.is_lost or seat.is_leaving for seat in job.seats.values()):

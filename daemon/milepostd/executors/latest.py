@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 from milepost.storage.claims import being_read, removable
+from milepost.storage.homes import Home
 from milepost.storage.root import Root
 from milepost.wire.messages import Keep, SaveRef
 
@@ -42,18 +43,19 @@ class Latest:
         self._following: Counter[str] = Counter()
         """By root, how many commits `latest` has yet to follow."""
 
-    async def advance(self, root: Root, save: SaveRef) -> None:
+    async def advance(self, home: Home, save: SaveRef) -> None:
         """Let `latest` name the checkpoint, unless it names a newer one. Raises what storage does;
-        then call `follow_later`.
+        then call `follow_later`. A checkpoint in a place of its own has no `latest`.
         """
-        await self._in_files(partial(root.advance_latest, save))
+        if isinstance(home, Root):
+            await self._in_files(partial(home.advance_latest, save))
 
-    def follow_later(self, root: Root, save: SaveRef) -> None:
+    def follow_later(self, root: Home, save: SaveRef) -> None:
         """Try again as soon as storage may allow it; the next commit does, too."""
         self._following[str(root.path)] += 1
         self._spawn(self._follow(root, save))
 
-    async def _follow(self, root: Root, save: SaveRef) -> None:
+    async def _follow(self, root: Home, save: SaveRef) -> None:
         try:
             for pause_s in FOLLOW_PAUSES_S:
                 await asyncio.sleep(pause_s)

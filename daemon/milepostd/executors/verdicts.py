@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from milepost.storage.homes import Home, home_of
 from milepost.storage.root import Root
 from milepost.wire.messages import SaveRef
 from milepostd.core.commands import Discard, GiveUp, Publish, Retain
@@ -54,34 +55,34 @@ class Verdicts:
 
     async def publish(self, command: Publish) -> AnyEvent:
         """Give the save its final name, then let `latest` follow."""
-        save, root = command.save, Root(command.root)
+        save, home = command.save, home_of(command.root, command.save)
         try:
             await self._faults.at("before-publish", save)
-            publish = partial(self._in_files, partial(root.publish, save))
+            publish = partial(self._in_files, partial(home.publish, save))
             path = await retried(publish, command.until_ns)
             at_ms = time.time_ns() // 1_000_000
         except Exception as error:  # every failure becomes the command's one event
             return PublishFailed(save=save, cause=cause_of(error, node=self._node))
         try:
             await self._faults.at("after-publish", save)
-            await self._latest.advance(root, save)
+            await self._latest.advance(home, save)
             await self._faults.at("before-committed", save)
         except Exception as error:  # the rename has happened: it is a checkpoint
-            self._move_latest_later(root, save, error)
+            self._move_latest_later(home, save, error)
         return Published(save=save, path=str(path), at_ms=at_ms)
 
-    def _move_latest_later(self, root: Root, save: SaveRef, error: Exception) -> None:
+    def _move_latest_later(self, home: Home, save: SaveRef, error: Exception) -> None:
         """What was committed stays so, whatever becomes of `latest`."""
         cause = cause_of(error, node=self._node)
         emit("warning", "latest.unmoved", job=save.job, save=save.save_id, step=save.step,
              code=cause.code, cause=cause.message)  # fmt: skip
-        self._latest.follow_later(root, save)
+        self._latest.follow_later(home, save)
 
     async def give_up(self, command: GiveUp) -> AnyEvent:
         """Take the save's directory out of the way, or find out how it ended."""
-        save, root = command.save, Root(command.root)
+        save, home = command.save, home_of(command.root, command.save)
         is_forestalled = command.is_coordinator and not command.was_prepared
-        look = root.forestall if is_forestalled else root.give_up
+        look = home.forestall if is_forestalled else home.give_up
         try:
             ask = partial(self._in_files, partial(look, save))
             fate = Fate(await retried(ask, command.until_ns))
@@ -95,24 +96,26 @@ class Verdicts:
                     command.is_coordinator
                     and not command.may_take_effect
                     and await self._in_files(
-                        partial(root.is_unpublished, save, was_begun=command.was_prepared)
+                        partial(home.is_unpublished, save, was_begun=command.was_prepared)
                     )
                 ):
                     fate = Fate.ABORTED
         if fate is Fate.COMMITTED and command.is_coordinator:
             # It was published, in an earlier life perhaps, by one who did not get to this.
             try:
-                await self._latest.advance(root, save)
+                await self._latest.advance(home, save)
             except Exception as error:  # it is a checkpoint all the same
-                self._move_latest_later(root, save, error)
-        return OutcomeFound(save=save, fate=fate, path=str(root.path / save.name))
+                self._move_latest_later(home, save, error)
+        return OutcomeFound(save=save, fate=fate, path=str(home.checkpoint_dir(save)))
 
     async def discard(self, command: Discard) -> AnyEvent:
         """Delete what a save left that has ended; if it was committed, what earlier attempts left,
         too.
         """
         try:
-            cleared = await self._in_files(partial(_discard, Root(command.root), command.save))
+            cleared = await self._in_files(
+                partial(_discard, home_of(command.root, command.save), command.save)
+            )
         except Exception as error:  # leftovers are worth no more than a line
             cause = cause_of(error, node=self._node)
             emit("warning", "save.undiscarded", job=command.save.job, save=command.save.save_id,
@@ -136,10 +139,10 @@ class Verdicts:
         return Retained(job=command.job, removed=removed)
 
 
-def _discard(root: Root, save: SaveRef) -> list[str]:
+def _discard(home: Home, save: SaveRef) -> list[str]:
     """Delete what a save left, also what a late writer of this node has made since it ended. Return
     the names of what else was cleared.
     """
-    is_committed = root.give_up(save) == "committed"
-    root.discard(save)
-    return root.clear_abandoned(save) if is_committed else []
+    is_committed = home.give_up(save) == "committed"
+    home.discard(save)
+    return home.clear_abandoned(save) if is_committed else []

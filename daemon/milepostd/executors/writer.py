@@ -23,8 +23,8 @@ from milepost.errors import StorageError
 from milepost.format.layout import PAGE_BYTES, align
 from milepost.format.manifest import FRAGMENT_PREFIX, Fragment, FragmentFile, encode, pack_crcs
 from milepost.memory.arena import Arena, SlotRecord
+from milepost.storage.homes import Home
 from milepost.storage.names import check_name
-from milepost.storage.root import Root
 from milepost.wire.messages import SaveRef
 from milepostd.executors.sealing import Containers, Sealing, invalid
 from milepostd.executors.throttle import Pace
@@ -88,7 +88,7 @@ def _identity(path: str) -> tuple[int, int]:
 
 
 def write_rank(
-    root: Root,
+    home: Home,
     save: SaveRef,
     arena_path: str,
     slot: int,
@@ -122,14 +122,14 @@ def write_rank(
     arena = Arena.open(Path(arena_path)) if arenas is None else arenas.get(arena_path)
     try:
         containers = Containers(arena) if arenas is None else arenas.containers(arena)
-        return _write(root, save, arena, containers, slot, layout_id, on_bytes, pace)
+        return _write(home, save, arena, containers, slot, layout_id, on_bytes, pace)
     finally:
         if arenas is None:
             arena.close()
 
 
 def _write(
-    root: Root,
+    home: Home,
     save: SaveRef,
     arena: Arena,
     containers: Containers,
@@ -157,8 +157,8 @@ def _write(
         )
         # What an earlier, longer image left in the last page is not this checkpoint's.
         image[record.image_bytes :] = bytes(file_bytes - record.image_bytes)
-        root.check_shared(save.job)
-        directory = root.open_save(save)
+        home.check_shared(save.job)
+        directory = home.open_save(save)
         with Sealing(containers, image) as sealing:
 
             def before_block(count: int, left: int) -> None:
@@ -166,7 +166,7 @@ def _write(
                 sealing.await_sealed(file_bytes - left + count)
 
             name = _write_new(
-                root, directory, record.rank, image, on_bytes, before_block, pace.block_bytes
+                home, directory, record.rank, image, on_bytes, before_block, pace.block_bytes
             )
             sums = sealing.checksums()
     if staged.record() != record:
@@ -182,16 +182,16 @@ def _write(
     )
 
 
-def write_fragment(root: Root, save: SaveRef, node_id: str, files: Sequence[FragmentFile]) -> str:
+def write_fragment(home: Home, save: SaveRef, node_id: str, files: Sequence[FragmentFile]) -> str:
     """Write this node's manifest fragment, durably with all names in the save's directory; return
     its file name.
 
     A node whose ranks had nothing to write makes the directory, too. Raises as `write_rank` does.
     """
-    root.check_shared(save.job)
+    home.check_shared(save.job)
     name = FRAGMENT_PREFIX + check_name(node_id)
     fragment = Fragment(node_id=node_id, save_id=save.save_id, files=tuple(files))
-    root.write_file(root.open_save(save) / name, encode(fragment))
+    home.write_file(home.open_save(save) / name, encode(fragment))
     return name
 
 
@@ -208,7 +208,7 @@ def _check(arena: Arena, record: SlotRecord, save: SaveRef, layout_id: str) -> N
 
 
 def _write_new(
-    root: Root,
+    home: Home,
     directory: Path,
     rank: int,
     image: memoryview,
@@ -223,8 +223,10 @@ def _write_new(
     """
     for number in count():
         name = f"__{rank}_{number}.distcp"
+        if home.is_taken(name):
+            continue
         try:
-            root.write_image(
+            home.write_image(
                 directory / name,
                 image,
                 on_block=on_bytes,

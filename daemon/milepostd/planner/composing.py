@@ -20,7 +20,7 @@ from milepost.concurrency.collector import collector_paused
 from milepost.errors import MilepostError, StorageError
 from milepost.format import manifest
 from milepost.format.layout import place
-from milepost.storage.root import Root
+from milepost.storage.homes import home_of
 from milepost.wire.messages import Cause
 from milepost.wire.offers import Kind, Offer, decode_offer
 from milepostd.core.plan import PlanRefused, make_plan
@@ -180,8 +180,8 @@ class Composer:
         """
         warm()
         save = request.save
-        root = Root(request.root)
-        directory = root.save_dir(save)
+        home = home_of(request.root, save)
+        directory = home.save_dir(save)
         try:
             files = fragments.read_fragments(directory, request)
         except UnseenFile:
@@ -197,7 +197,7 @@ class Composer:
             for rank, file in files.items()
         }
         draft = composition.draft({rank: file.file for rank, file in files.items()})
-        pickled = draft.fill(objects, save.save_id, str(root.path / save.name))
+        pickled = draft.fill(objects, save.save_id, str(home.checkpoint_dir(save)))
         described = msgspec.structs.replace(
             _manifest_of(request, composition, files), index_crc=isal_zlib.crc32(pickled)
         )
@@ -206,7 +206,7 @@ class Composer:
             manifest.METADATA_NAME: pickled,
         }
         for name, data in parts.items():
-            root.write_file(directory / name, data)
+            home.write_file(directory / name, data)
         total = sum(file.file_bytes for file in files.values()) + sum(map(len, parts.values()))
         return IndexReady(call=request.call, checkpoint_bytes=total)
 

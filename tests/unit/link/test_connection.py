@@ -20,6 +20,7 @@ from milepost.link.connection import Connection, fetch_status
 from milepost.link.run_dir import socket_path
 from milepost.wire.causes import error_of
 from milepost.wire.messages import (
+    PROTOCOL_VERSION,
     SILENCE_S,
     AbortWanted,
     Cause,
@@ -53,7 +54,7 @@ Answer = Callable[[ClientMessage], list[DaemonMessage | bytes]]
 
 def welcome(pid: int | None = None) -> Welcome:
     return Welcome(
-        protocol=1,
+        protocol=PROTOCOL_VERSION,
         version="0.1.0",
         pid=os.getpid() if pid is None else pid,
         incarnation="i",
@@ -171,7 +172,7 @@ def test_hello_tells_who_is_there_and_is_answered(tmp_path: Path, trainer: Train
         daemon.wait_for(Hello)
         (hello,) = daemon.heard
         assert isinstance(hello, Hello)
-        assert (1, os.getpid()) == (hello.protocol, hello.pid)
+        assert (PROTOCOL_VERSION, os.getpid()) == (hello.protocol, hello.pid)
         assert pytest.approx(psutil.Process().create_time()) == hello.pid_created_s
         assert hello.torch_version.startswith("2.")
 

@@ -283,7 +283,7 @@ def test_a_file_system_too_small_is_an_error_with_the_numbers_before_anything_is
         create(tmp_path / "a", image_bytes=1 << 60, slots=1)
     assert "shm-too-small" == caught.value.code
     assert str(tmp_path) in caught.value.message
-    assert str((1 << 60) + 4 * PAGE_BYTES) in caught.value.message
+    assert str((1 << 60) + 5 * PAGE_BYTES) in caught.value.message
     assert "MILEPOST_SHM_DIR" in caught.value.hint
     assert [] == list(tmp_path.iterdir())
 

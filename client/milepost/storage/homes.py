@@ -1,0 +1,16 @@
+"""Where the files of a save belong: below a job's root, or in a place of their own."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from milepost.storage.place import Place
+from milepost.storage.root import Root
+from milepost.wire.messages import SaveRef
+
+Home: TypeAlias = Root | Place
+
+
+def home_of(root: str, save: SaveRef) -> Home:
+    """Return the directory that a save is published in, with what may be done there."""
+    return Place(save.place) if save.place else Root(root)

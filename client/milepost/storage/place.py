@@ -1,0 +1,380 @@
+"""`Place`: a directory that is one checkpoint, published where it stands.
+
+`milepost.dcp.save` takes a path anywhere. Its parent need not be writable, the user's own files may
+lie in it, and the checkpoint that it holds stays loadable until the next one is complete. So no
+directory is renamed to a final name; the files move up one by one:
+
+    <place>/.milepost-save.<job>.<save_id>              a save under way
+    <place>/.milepost-save.<job>.<save_id>.aborted      a save that was given up
+    <place>/.milepost-save.<job>.<save_id>.publishing   a save that is moving up
+
+As in a root, one rename of the same directory decides: to `.publishing` or to `.aborted`, and
+exactly one of them can win. What is being published is finished by whoever finds it. Its data files
+have names that no file there has, and move up first; then `.metadata` replaces the old one by one
+rename, which is the commit; then the data files of the checkpoint it replaced go. At every instant
+`.metadata` names files that are all there.
+
+The operations are those of `Root`, without `latest` and without retention. All calls block. No
+torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from milepost.errors import CorruptCheckpoint, Rejected, SaveFailed
+from milepost.format.heading import read_heading
+from milepost.format.manifest import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    Manifest,
+    read_manifest,
+)
+from milepost.storage.blocks import BLOCK_BYTES, write_image
+from milepost.storage.durable import (
+    delete_tree,
+    make_directories,
+    replace_file,
+    sync_directory,
+)
+from milepost.storage.names import ABORTED, check_save_id
+from milepost.storage.outcomes import given_up, remove_leftovers
+from milepost.storage.refusals import reported
+from milepost.storage.removals import ABANDONED_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from milepost.wire.messages import SaveRef
+
+SAVE_PREFIX: Final = ".milepost-save."
+PUBLISHING: Final = ".publishing"
+
+_OLD_PREFIX: Final = ".old-"
+"""Files of the replaced checkpoint, below the directory of the save that replaces it."""
+
+_OLD_LIST: Final = ".replaces"
+"""Lists the data files of the checkpoint that is being replaced, one a line."""
+
+_DATA_FILE: Final = re.compile(r"__\d+_\d+\.distcp")
+_NOT_THERE: Final = (FileNotFoundError, NotADirectoryError)
+
+
+class Place:
+    """A directory for one checkpoint on a file system that all nodes share.
+
+    Args:
+        path: made absolute, not resolved: nodes compare it as it was given.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path: Final = Path(os.path.abspath(path))
+
+    # --- before a save ----------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Make the directory, durably, and finish a publication that a crash has interrupted.
+
+        Also deletes what crashed saves have left, once nobody has touched it for `ABANDONED_S`.
+        """
+        with reported("prepare", self.path):
+            make_directories(self.path)
+            for directory in self._directories():
+                if directory.name.endswith(PUBLISHING):
+                    self._move_up(directory)
+                elif _age_s(self.path, directory) > ABANDONED_S:
+                    delete_tree(directory)
+
+    def is_checkpoint(self) -> bool:
+        """Whether a checkpoint stands here: torch's index does. Raises StorageError."""
+        with reported("look at", self.path):
+            try:
+                os.stat(self.path / METADATA_NAME)
+            except _NOT_THERE:
+                return False
+            return True
+
+    def check_shared(self, job: str) -> None:
+        """Nothing was agreed on beforehand: the coordinator looks for every node's files."""
+
+    # --- writing one save -------------------------------------------------------------------------
+
+    def save_dir(self, save: SaveRef) -> Path:
+        """Return where the save's files lie until it is published. Raises UsageError if its save id
+        is not valid.
+        """
+        job = hashlib.blake2s(save.job.encode(), digest_size=6).hexdigest()
+        return self.path / f"{SAVE_PREFIX}{job}.{check_save_id(save.save_id)}"
+
+    def checkpoint_dir(self, save: SaveRef) -> Path:
+        """Return where the checkpoint of a save stands once it is published."""
+        return self.path
+
+    def open_save(self, save: SaveRef) -> Path:
+        """Return the save's directory; make it if it is not there. Raises as `Root.open_save`."""
+        path = self.save_dir(save)
+        with reported("open", path):
+            if not self.path.is_dir():
+                make_directories(self.path)
+            path.mkdir(exist_ok=True)
+            was_published = self._publishing(save).exists() or self._is_published(save)
+            if was_published or self._aborted(save).exists():
+                with suppress(OSError):
+                    path.rmdir()
+                if was_published:
+                    raise Rejected("already-committed", f"save {save.save_id} was published")
+                raise given_up(save)
+        return path
+
+    def is_taken(self, name: str) -> bool:
+        """Whether a data file of this name stands here, or may be about to: then a new save's file
+        has to be called otherwise. Raises StorageError.
+        """
+        with reported("look at", self.path):
+            return os.path.lexists(self.path / name) or any(
+                os.path.lexists(directory / name) for directory in self._directories()
+            )
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        """Make `path` hold `data`, durably, or leave it as it was. Its directory must exist."""
+        with reported("write", path, len(data)):
+            replace_file(path, data)
+
+    def write_image(
+        self,
+        path: Path,
+        image: memoryview,
+        *,
+        on_block: Callable[[int], None] | None = None,
+        before_block: Callable[[int, int], None] | None = None,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        """See `Root.write_image`."""
+        with reported("write", path, image.nbytes):
+            write_image(path, image, on_block, before_block, block_bytes)
+
+    # --- ending one save --------------------------------------------------------------------------
+
+    def publish(self, save: SaveRef) -> Path:
+        """Turn the save into the checkpoint that stands here, durably, and return the directory.
+
+        Safe to repeat. Files that are none of a checkpoint's stay as they are.
+
+        Raises:
+            Rejected: "already-committed": a checkpoint stands here and `save.overwrite` is not set,
+                or another save is just being published. The save is untouched.
+            SaveFailed: as `Root.publish`.
+        """
+        source, publishing = self.save_dir(save), self._publishing(save)
+        with reported("publish", self.path):
+            try:
+                os.stat(source / METADATA_NAME)
+                remove_leftovers(source)
+                self._refuse_others(save)
+                replace_file(source / _OLD_LIST, "\n".join(self._data_files()).encode())
+                sync_directory(source)
+                os.rename(source, publishing)
+            except FileNotFoundError:
+                return self._confirm(save)
+            sync_directory(self.path)
+            self._move_up(publishing)
+        return self.path
+
+    def give_up(self, save: SaveRef) -> str:
+        """End the save unless it was published, and return how it ended, as `Root.give_up` does."""
+        source, aborted = self.save_dir(save), self._aborted(save)
+        with reported("give up", source):
+            try:
+                os.rename(source, aborted)
+            except _NOT_THERE:
+                return self._where(save)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                # It was given up before, and a late node has made the directory again.
+                delete_tree(source)
+            if self._publishing(save).exists() or self._is_published(save):
+                # A late node had made the directory again after the publication.
+                delete_tree(aborted)
+            return self._where(save)
+
+    def forestall(self, save: SaveRef) -> str:
+        """Give the save up, even if no node has begun it; see `Root.forestall`."""
+        found = self.give_up(save)
+        if found != "unknown":
+            return found
+        with reported("give up", self.path):
+            try:
+                self._aborted(save).mkdir(exist_ok=True)
+            except _NOT_THERE:
+                return "aborted"  # The place is gone, and with it every way to publish.
+        # A node may have made the save's directory before it could see ours: rename once more.
+        return self.give_up(save)
+
+    def is_unpublished(self, save: SaveRef, *, was_begun: bool) -> bool:
+        """Whether a save that could not be given up can be published by the caller only; see
+        `Root.is_unpublished`.
+        """
+        with reported("look for", self.save_dir(save)):
+            return (
+                (self.save_dir(save).is_dir() or not was_begun)
+                and not self._publishing(save).exists()
+                and not self._is_published(save)
+            )
+
+    def discard(self, save: SaveRef) -> None:
+        """Delete what the ended save left, if it was given up."""
+        with reported("discard", self.path), suppress(*_NOT_THERE):
+            delete_tree(self._aborted(save))
+
+    def clear_abandoned(self, save: SaveRef) -> list[str]:
+        """Nothing: `prepare` clears what crashed saves have left."""
+        return []
+
+    # --- how it is done ---------------------------------------------------------------------------
+
+    def _publishing(self, save: SaveRef) -> Path:
+        path = self.save_dir(save)
+        return path.with_name(path.name + PUBLISHING)
+
+    def _aborted(self, save: SaveRef) -> Path:
+        path = self.save_dir(save)
+        return path.with_name(path.name + ABORTED)
+
+    def _directories(self) -> Iterator[Path]:
+        """Yield the directories of all saves, in whatever state they are."""
+        try:
+            entries = list(os.scandir(self.path))
+        except _NOT_THERE:
+            return
+        for entry in entries:
+            if entry.name.startswith(SAVE_PREFIX) and entry.is_dir(follow_symlinks=False):
+                yield Path(entry.path)
+
+    def _data_files(self) -> list[str]:
+        """Return the data files of the checkpoint that stands here, whoever wrote it."""
+        if not self.is_checkpoint():
+            return []
+        return sorted(name for name in os.listdir(self.path) if _DATA_FILE.fullmatch(name))
+
+    def _refuse_others(self, save: SaveRef) -> None:
+        """Raise if the save must not be published now. Raises Rejected("already-committed")."""
+        own = self._publishing(save)
+        if not save.overwrite and not own.exists() and self.is_checkpoint():
+            raise Rejected(
+                "already-committed",
+                f"save {save.save_id}: {self.path} holds a checkpoint already",
+                "save under another path, or allow it to be overwritten",
+            )
+        others = [each for each in self._directories() if each.name.endswith(PUBLISHING)]
+        if any(each != own for each in others):
+            raise Rejected(
+                "already-committed",
+                f"save {save.save_id}: another save is just being published in {self.path}",
+                "let one run save under a path",
+            )
+
+    def _move_up(self, publishing: Path) -> None:
+        """Finish a publication. Safe to repeat, and beside another process that does the same:
+        each step takes its file from the save's directory, and finds nothing if it was taken.
+        """
+        try:
+            manifest = read_manifest(publishing)
+        except NotADirectoryError:
+            manifest = None
+        if manifest is not None:
+            for name in manifest.files:
+                with suppress(*_NOT_THERE):
+                    os.rename(publishing / name, self.path / name)
+            sync_directory(self.path)
+            self._retire_manifest(publishing, manifest)
+            with suppress(*_NOT_THERE):
+                os.rename(publishing / METADATA_NAME, self.path / METADATA_NAME)
+            sync_directory(self.path)
+            with suppress(*_NOT_THERE):
+                os.rename(publishing / MANIFEST_NAME, self.path / MANIFEST_NAME)
+            sync_directory(self.path)
+        for name in _old_list(publishing):
+            # Into the directory that is deleted next, not unlinked: if another process has ended
+            # this publication, a newer save may have a file of that name by now.
+            with suppress(*_NOT_THERE):
+                os.rename(self.path / name, publishing / f"{_OLD_PREFIX}{name}")
+        delete_tree(publishing)
+        sync_directory(self.path)
+
+    def _retire_manifest(self, publishing: Path, new: Manifest) -> None:
+        """Take the old manifest away, which would not fit the new index; without one a checkpoint
+        is as whole as one of stock torch.
+        """
+        if _writer_of(self.path) == (new.job, new.save_id):
+            return  # Another process has come this far.
+        with suppress(*_NOT_THERE):
+            os.rename(self.path / MANIFEST_NAME, publishing / f"{_OLD_PREFIX}{MANIFEST_NAME}")
+        sync_directory(self.path)
+
+    def _is_published(self, save: SaveRef) -> bool:
+        """Whether the checkpoint that stands here is this save's. Raises OSError."""
+        return _writer_of(self.path) == (save.job, save.save_id)
+
+    def _where(self, save: SaveRef) -> str:
+        """Say where a save went whose directory is gone; durable when this returns."""
+        if self._publishing(save).exists():
+            self._move_up(self._publishing(save))
+        if self._is_published(save):
+            sync_directory(self.path)
+            return "committed"
+        if self._aborted(save).exists():
+            sync_directory(self.path)
+            return "aborted"
+        return "unknown"
+
+    def _confirm(self, save: SaveRef) -> Path:
+        """Return the checkpoint of a save whose rename found nothing. Raises as `publish` does."""
+        source = self.save_dir(save)
+        if source.exists():
+            raise SaveFailed("internal", f"save {save.save_id}: {source} has no {METADATA_NAME}")
+        where = self._where(save)
+        if where == "committed":
+            return self.path
+        if where == "aborted":
+            raise given_up(save)
+        raise SaveFailed(
+            "outcome-unknown",
+            f"save {save.save_id}: {source} is gone, and neither published nor given up",
+            "look again: a network file system may show old names for a while",
+        )
+
+
+def _writer_of(directory: Path) -> tuple[str, str]:
+    """Return job and save id of the checkpoint in a directory; empty if milepost did not write it,
+    or its manifest is damaged. Raises OSError.
+    """
+    try:
+        heading = read_heading(directory)
+    except (CorruptCheckpoint, NotADirectoryError):
+        return "", ""
+    return heading.job, heading.save_id
+
+
+def _old_list(publishing: Path) -> list[str]:
+    try:
+        names = (publishing / _OLD_LIST).read_text().splitlines()
+    except _NOT_THERE:
+        return []
+    return [name for name in names if _DATA_FILE.fullmatch(name)]
+
+
+def _age_s(place: Path, directory: Path) -> float:
+    """Return how long ago anything in a save's directory was touched."""
+    try:
+        touched_s = [entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(directory)]
+        return time.time() - max([directory.stat().st_mtime, *touched_s])
+    except _NOT_THERE:
+        return 0.0
