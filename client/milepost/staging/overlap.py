@@ -597,8 +597,8 @@ class Overlap:
         if known is None or known.made_for != made_for:
             picked = range(0, len(positions), -(-len(positions) // EARLY_MAX))
             is_host = not part.streams.gathers
-            early = _sampler(layout, [positions[index] for index in picked], by_address=is_host)
-            late = _sampler(layout, positions, by_address=is_host)
+            early = _sampler(layout, [positions[index] for index in picked])
+            late = _sampler(layout, positions)
             gathering = None
             if not is_host and part.image is not None:
                 gathering = Gathering(layout, positions, part.image, part.sources[0].device)
@@ -637,13 +637,12 @@ class Overlap:
         self._executor.shutdown(wait=False)
 
 
-def _sampler(layout: TensorColumns, positions: Iterable[int], *, by_address: bool) -> Sampler:
+def _sampler(layout: TensorColumns, positions: Iterable[int]) -> Sampler:
     chosen = list(positions)
     return Sampler(
         [layout.sizes[position] for position in chosen],
         [dtype for position in chosen if (dtype := layout.dtypes[position]) is not None],
         [layout.payloads_at[position] for position in chosen],
-        by_address=by_address,
     )
 
 
