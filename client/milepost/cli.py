@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,17 +22,19 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
-from milepost.errors import MilepostError, Unavailable, UsageError
+from milepost.errors import MilepostError, Unavailable, UsageError, listed
 from milepost.link.run_dir import default_run_dir
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import RenderableType
 
     from milepost.reading.verification import Damage, Verification
+    from milepost.tools.diff import Comparison, Entry
 
 EXIT_DAMAGED = 1
+EXIT_DIFFERENT = 1
 EXIT_USAGE = 2
 EXIT_NO_DAEMON = 3
 
@@ -51,6 +55,10 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 CheckpointPath = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Its directory.")]
 RootPath = Annotated[Path, typer.Argument(metavar="ROOT", help="A directory of checkpoints.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Unpickle any class, which runs its code.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -299,6 +307,201 @@ def prune(
     out.print(Text(f"{len(found.kept)} kept, {len(found.removed)} {verb}"))
     if found.foreign:
         _complain(f"{len(found.foreign)} left alone, because milepost did not write them")
+
+
+@app.command(epilog="Example: milepost export ROOT/step_1000 model.pt --to torch")
+def export(
+    checkpoint: CheckpointPath,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A file; of safetensors, a directory "
+                                        "or a *.safetensors file.")],
+    to: Annotated[str, typer.Option("--to", metavar="torch|safetensors", help="The format.")],
+    prefix: Annotated[str, typer.Option(
+        "--prefix", help="Only keys that begin so (`model.`), written without it.")] = "",
+    max_shard_size: Annotated[str, typer.Option(
+        "--max-shard-size", help="Of one safetensors file, such as 500MB or 2GiB.")] = "5GB",
+    tensors_only: Annotated[bool, typer.Option(
+        "--tensors-only", help="Leave objects out, and list them.")] = False,
+    tied_copies: Annotated[bool, typer.Option(
+        "--tied-copies", help="Write tied tensors under each of their names.")] = False,
+    overwrite: Overwrite = False,
+    allow_pickle: AllowPickle = False,
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Write a checkpoint as one torch.save file, or as Hugging Face safetensors with their index.
+
+    Checked against its checksums on the way; OUT appears whole or not at all. Paths of the files go
+    to stdout. Exit 1: damage, or the work failed.
+    """
+    from milepost.tools.export import Options, size_of
+    from milepost.tools.export import export as export_checkpoint
+    from milepost.tools.status import counted
+
+    options = Options(
+        to=to,
+        prefix=prefix,
+        max_shard_bytes=size_of(max_shard_size),
+        tensors_only=tensors_only,
+        tied_copies=tied_copies,
+        overwrite=overwrite,
+        allow_pickle=allow_pickle,
+    )
+    with _progress("export") as (on_more, on_bytes):
+        found = export_checkpoint(checkpoint, out, options, on_more, on_bytes)
+    for alias, kept in found.tied.items():
+        _complain(f"{alias} is tied to {kept}, and written as that alone")
+    if found.left_out:
+        _complain(f"left out: {counted(len(found.left_out), 'object')}: {listed(found.left_out)}")
+    _say_unchecked(found.unchecked)
+    if as_json:
+        _print_json(found)
+        return
+    objects = f", {counted(found.objects, 'object')}" if found.objects else ""
+    _complain(f"{counted(found.tensors, 'tensor')} of {decimal(found.bytes)}{objects}")
+    for file in found.files:
+        _out().print(Text(file))
+
+
+@app.command("import", epilog="Example: milepost import model.safetensors ROOT/step_0")
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A torch.save file, a safetensors "
+                                         "file, an index of sharded ones, or their directory.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint's directory.")],
+    prefix: Annotated[str, typer.Option(
+        "--prefix", help="Put before every key: `model.` for the state {'model': ...}.")] = "",
+    overwrite: Overwrite = False,
+    allow_pickle: AllowPickle = False,
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Write a torch.save file or safetensors as a checkpoint, which `dcp.load` reads.
+
+    OUT appears whole or not at all; its path goes to stdout. Exit 1: damage, or the work failed.
+    """
+    from milepost.tools.importing import import_file
+    from milepost.tools.status import counted
+
+    with _progress("import") as (on_more, on_bytes):
+        found = import_file(
+            file,
+            out,
+            prefix=prefix,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            on_more=on_more,
+            on_bytes=on_bytes,
+        )
+    _say_unchecked(found.unchecked)
+    if as_json:
+        _print_json(found)
+        return
+    tensors, objects = counted(found.tensors, "tensor"), counted(found.objects, "object")
+    _complain(f"{tensors}, {objects}, {decimal(found.bytes)}")
+    _out().print(Text(found.checkpoint))
+
+
+@app.command(epilog="Example: milepost diff ROOT/step_1000 ROOT/step_2000")
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint, or what import reads.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The other one.")],
+    quick: Annotated[bool, typer.Option(
+        "--quick", help="Believe the manifests where they say that bytes are equal.")] = False,
+    allow_pickle: AllowPickle = False,
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Compare keys, shapes, dtypes and every byte, however either side is sharded.
+
+    Exit 0: equal; 1: different, or one of them is damaged.
+    """
+    from milepost.tools.diff import diff as compare
+
+    with _progress("diff") as (on_more, on_bytes):
+        found = compare(
+            a, b, quick=quick, allow_pickle=allow_pickle, on_more=on_more, on_bytes=on_bytes
+        )
+    if as_json:
+        _print_json(found)
+    else:
+        out = _out()
+        for line in _differences(found):
+            out.print(Text(line))
+    if not found.equal:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _differences(found: Comparison) -> Iterator[str]:
+    """Yield a line for each difference, and the verdict last."""
+    from milepost.tools.status import counted
+
+    def form(entry: Entry) -> str:
+        return f"{entry.dtype} {list(entry.size)}" if entry.dtype else "an object"
+
+    for side, entries in (("A", found.only_in_a), ("B", found.only_in_b)):
+        for entry in entries:
+            yield f"only in {side}: {_shown(entry.key)}, {form(entry)}"
+    for each in found.forms:
+        yield f"{_shown(each.key)}: {form(each.a)} in A, {form(each.b)} in B"
+    for value in found.values:
+        if not value.elements:
+            yield f"{_shown(value.key)}: another object"
+            continue
+        largest = "" if value.largest is None else f", by at most {value.largest:g}"
+        yield (
+            f"{_shown(value.key)}: {value.differing} of {counted(value.elements, 'element')} differ"
+            f"{largest} (CRC-32 {value.crc_a:08x} in A, {value.crc_b:08x} in B)"
+        )
+    unread = f", {found.unread} of them by their manifests" if found.unread else ""
+    verdict = "equal" if found.equal else "different"
+    yield f"{verdict}: {counted(found.same, 'key')} the same{unread}"
+
+
+def _shown(key: str) -> str:
+    """Return a key as a line of text can hold it."""
+    return key if key.isprintable() else repr(key)
+
+
+def _say_unchecked(keys: Sequence[str]) -> None:
+    if keys:
+        from milepost.tools.status import counted
+
+        _complain(f"without a checksum: {counted(len(keys), 'key')}, such as {_shown(keys[0])}")
+
+
+@contextmanager
+def _progress(
+    what: str,
+) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """Show a bar on a terminal. Yields what is told that so many bytes more are to be done, and
+    that so many were. SIGTERM ends the block like an interrupt, so that nothing is left behind.
+    """
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        with Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        ) as progress:
+            task = progress.add_task(what, total=0)
+            total = 0
+
+            def on_more(count: int) -> None:
+                nonlocal total
+                total += count
+                progress.update(task, total=total)
+
+            yield on_more, lambda count: progress.advance(task, count)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 @app.command()

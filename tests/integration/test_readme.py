@@ -31,7 +31,7 @@ PAGES = (
     *(
         f"docs/{name}.md"
         for name in ("architecture", "assumptions", "errors", "format", "glossary", "testing",
-                     "troubleshooting")
+                     "tools", "troubleshooting")
     ),
 )  # fmt: skip
 BLOCK_S = 90

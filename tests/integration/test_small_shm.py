@@ -225,7 +225,7 @@ def save(count, data):
 
 save(1, image)
 save(2, image)
-blocks._reserve = lambda file, length: None
+blocks.reserve = lambda file, length: None
 save(3, image)
 print([each.name for each in root.checkpoints()], len(root.partials()))
 assert (root.path / "step_1" / "__0_0.distcp").read_bytes() == image

@@ -33,6 +33,21 @@ the device all at once.
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
+def reserve(file: int, length: int) -> None:
+    """Reserve the space, so that a full disk is found before the first byte is written.
+
+    Plain fallocate(2): where it is not supported, glibc's emulation would write byte by byte. Only
+    an error that says that the file cannot fit is raised; any other shows in the writes themselves.
+    """
+    while length and _LIBC.fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(length)):
+        number = ctypes.get_errno()
+        if number == errno.EINTR:
+            continue
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS):
+            raise OSError(number, os.strerror(number))
+        return
+
+
 def write_image(
     path: Path,
     image: memoryview,
@@ -59,21 +74,6 @@ def write_image(
         os.close(folder)
 
 
-def _reserve(file: int, length: int) -> None:
-    """Reserve the space, so that a full disk is found before the first byte is written.
-
-    Plain fallocate(2): where it is not supported, glibc's emulation would write byte by byte. Only
-    an error that says that the file cannot fit is raised; any other shows in the writes themselves.
-    """
-    while length and _LIBC.fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(length)):
-        number = ctypes.get_errno()
-        if number == errno.EINTR:
-            continue
-        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS):
-            raise OSError(number, os.strerror(number))
-        return
-
-
 def _set_direct(file: int, direct: bool) -> bool:
     """Turn direct I/O on or off; return False if the file system refuses.
 
@@ -97,7 +97,7 @@ def _write_blocks(
 ) -> None:
     """Write an image into its open, empty file, and sync it: direct where that is possible."""
     length = len(image)
-    _reserve(file, length)
+    reserve(file, length)
     whole = length - length % PAGE_BYTES
     done = asked = 0
 

@@ -234,7 +234,7 @@ directory = root.open_save(SaveRef("j", "1-1", 1, "step_1"))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 from milepost.storage import blocks
 if sys.argv[2] == "late":
-    blocks._reserve = lambda file, length: None
+    blocks.reserve = lambda file, length: None
 import mmap
 try:
     root.write_image(directory / "f", memoryview(mmap.mmap(-1, 409_600)))

@@ -1,0 +1,385 @@
+"""Blobs of a checkpoint's data files, read once, from front to back, and checked on the way.
+
+A blob's bytes are compared with the manifest's checksum of the whole container, or without one
+with the checksum that torch itself put into the container. Sources: torch/serialization.py and
+torch/distributed/checkpoint/filesystem.py (2.13); APPNOTE.TXT of the zip format.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import struct
+import zipfile
+from collections import OrderedDict
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from isal import isal_zlib
+
+from milepost.dcp_format.container import Template, template
+from milepost.errors import CorruptCheckpoint, LoadFailed, UsageError
+from milepost.exchange.opening import load_plain
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from milepost.wire.offers import Box
+
+FILES_MAX: Final = 64
+"""Files open at the same time; a checkpoint of thousands of ranks has more than a process may
+open."""
+
+HELD_BYTES: Final = 16 << 10
+"""Blobs up to this length are read at once and held until they are used up; a tensor may have
+thousands of them."""
+
+_LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
+_DESCRIPTOR: Final = b"PK\x07\x08"
+
+
+class Place(NamedTuple):
+    """Where a blob lies. crc: of the whole container, by the manifest; None if there is none."""
+
+    file: str
+    offset: int
+    length: int
+    crc: int | None
+
+
+class DataFiles:
+    """The data files of a checkpoint, a few of them open at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder: Final = folder
+        self._open: OrderedDict[str, int] = OrderedDict()
+
+    def read_into(self, name: str, at: int, view: memoryview) -> None:
+        """Fill `view` with a file's bytes from `at` on. Raises CorruptCheckpoint, LoadFailed."""
+        file = self._descriptor(name)
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(file, [view[done:]], at + done)
+            except OSError as error:
+                raise self._unreadable(name, error) from error
+            if not count:
+                raise damage(self.folder, name, "", f"the file ends at {at + done} already")
+            done += count
+
+    def read(self, name: str, at: int, length: int) -> bytes:
+        """Return a stretch of a file. Raises as `read_into`."""
+        buffer = bytearray(length)
+        self.read_into(name, at, memoryview(buffer))
+        return bytes(buffer)
+
+    def length(self, name: str) -> int:
+        return os.fstat(self._descriptor(name)).st_size
+
+    def _descriptor(self, name: str) -> int:
+        file = self._open.get(name)
+        if file is not None:
+            self._open.move_to_end(name)
+            return file
+        if len(self._open) >= FILES_MAX:
+            _let_go(self._open.popitem(last=False)[1])
+        try:
+            file = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise damage(self.folder, name, "", "the file is missing") from error
+        except OSError as error:
+            raise self._unreadable(name, error) from error
+        self._open[name] = file
+        return file
+
+    def _unreadable(self, name: str, error: OSError) -> LoadFailed:
+        code = "permission" if isinstance(error, PermissionError) else "io-error"
+        reason = (error.strerror or str(error)).lower()
+        return LoadFailed(code, f"{self.folder / name} cannot be read: {reason}")
+
+    def close(self) -> None:
+        """Close all files; they can be read again."""
+        while self._open:
+            _let_go(self._open.popitem()[1])
+
+
+def _let_go(file: int) -> None:
+    # What was read once will not be read again soon; the page cache belongs to training.
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+
+
+def damage(folder: Path, name: str, key: str, text: str) -> CorruptCheckpoint:
+    """Return the error that names file and key."""
+    return CorruptCheckpoint(
+        "corrupt",
+        f"{folder / name}: {f'{key!r}: ' if key else ''}{text}",
+        f"`milepost verify {folder}` lists all that is damaged; use another checkpoint",
+    )
+
+
+# --- a tensor's blob ----------------------------------------------------------------------------
+
+
+class Payload:
+    """The elements of one shard, contiguous and row-major, read once from front to back."""
+
+    def __init__(
+        self, files: DataFiles, key: str, place: Place, size: Box, dtype: torch.dtype
+    ) -> None:
+        """Open the blob; nothing is read yet.
+
+        Args:
+            size, dtype: what the index says of the shard.
+        """
+        self._files = files
+        self._key = key
+        self._place = place
+        self._size = size
+        self._dtype = dtype
+        self.left: int = prod(size) * dtype.itemsize
+        """Bytes that were not read yet."""
+        self.is_unchecked = False
+        """Known once all is read: the bytes carry no checksum."""
+        self._crc = 0
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill `view` with the next elements; with the last ones the checksum is compared. Raises
+        CorruptCheckpoint, LoadFailed, UsageError.
+        """
+        opened = self._opened
+        if opened.held is not None:
+            at = len(opened.held) - self.left
+            view[:] = opened.held[at : at + len(view)]
+        else:
+            end = opened.payload_at + opened.payload_bytes
+            self._files.read_into(self._place.file, self._place.offset + end - self.left, view)
+            self._crc = isal_zlib.crc32(view, self._crc)
+        self.left -= len(view)
+        if not self.left and opened.held is None:
+            self._compare(opened)
+
+    @cached_property
+    def _opened(self) -> _Opened:
+        place = self._place
+        length = self._files.length(place.file)
+        if not 0 <= place.offset <= place.offset + place.length <= length:
+            end = place.offset + place.length
+            raise self._damage(f"bytes {place.offset} to {end} lie beyond the end at {length}")
+        known = template(self._size, self._dtype)
+        if place.length <= HELD_BYTES:
+            return self._hold(known)
+        opened = self._streamed(known)
+        if place.crc is not None:
+            self._crc = isal_zlib.crc32(
+                self._files.read(place.file, place.offset, opened.payload_at)
+            )
+        return opened
+
+    def _hold(self, known: Template) -> _Opened:
+        """Read a small blob at once, and check it at once."""
+        blob = self._files.read(self._place.file, self._place.offset, self._place.length)
+        at = known.payload_at
+        if len(blob) == known.total_bytes and blob.startswith(known.prefix):
+            elements = blob[at : at + self.left]
+            if self._place.crc is None:
+                crc = int.from_bytes(blob[known.crc_at : known.crc_at + 4], "little")
+                self._expect(isal_zlib.crc32(elements), crc)
+            else:
+                self._check_whole(blob)
+            return _Opened(at, self.left, None, elements)
+        self._check_whole(blob)
+        return _Opened(0, self.left, None, self._loaded(blob))
+
+    def _streamed(self, known: Template) -> _Opened:
+        """Find a large blob's payload by what is known of its form, or by its zip directory."""
+        place = self._place
+        if (
+            place.length == known.total_bytes
+            and self._files.read(place.file, place.offset, known.payload_at) == known.prefix
+        ):
+            crc = None
+            if place.crc is None:
+                crc = int.from_bytes(
+                    self._files.read(place.file, place.offset + known.crc_at, 4), "little"
+                )
+            return _Opened(known.payload_at, known.payload_bytes, crc)
+        window = Window(self._files, place.file, place.offset, place.length)
+        try:
+            with zipfile.ZipFile(io.BufferedReader(window, 1 << 16)) as archive:
+                entries = archive.infolist()
+                has_crcs = any(entry.CRC for entry in entries)
+                for entry in entries if not has_crcs else ():
+                    del entry.CRC  # zipfile would compare it.
+                records = {entry.filename.partition("/")[2]: entry for entry in entries}
+                payload, pickled = records.get("data/0"), records.get("data.pkl")
+                is_known = (
+                    payload is not None
+                    and pickled is not None
+                    and payload.compress_type == zipfile.ZIP_STORED
+                    and payload.file_size == self.left
+                    and pickled.file_size < known.payload_at
+                    and known.prefix.find(archive.read(pickled) + _DESCRIPTOR) > 0
+                    and (
+                        "byteorder" not in records
+                        or archive.read(records["byteorder"]) == b"little"
+                    )
+                )
+        except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError) as error:
+            raise self._damage(f"not a whole torch container: {str(error).lower()}") from error
+        if not is_known:
+            # A transposed tensor, say, whose elements are stored in another order: rare, and then
+            # one shard is held in memory.
+            blob = self._files.read(place.file, place.offset, place.length)
+            self._check_whole(blob)
+            return _Opened(0, self.left, None, self._loaded(blob))
+        assert payload is not None
+        header = self._files.read(place.file, place.offset + payload.header_offset, 30)
+        signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(header)
+        payload_at = payload.header_offset + 30 + name_bytes + extra_bytes
+        if signature != b"PK\x03\x04" or payload_at + self.left > place.length:
+            raise self._damage("not a whole torch container: the header of its elements is damaged")
+        self.is_unchecked = place.crc is None and not has_crcs
+        return _Opened(payload_at, self.left, payload.CRC if has_crcs else None)
+
+    def _compare(self, opened: _Opened) -> None:
+        """Compare the checksum of all that was read."""
+        place = self._place
+        if place.crc is not None:
+            end = opened.payload_at + opened.payload_bytes
+            tail = self._files.read(place.file, place.offset + end, place.length - end)
+            self._expect(isal_zlib.crc32(tail, self._crc), place.crc)
+        elif opened.crc is not None:
+            self._expect(self._crc, opened.crc)
+
+    def _check_whole(self, blob: bytes) -> None:
+        """Check a blob that was read at once."""
+        if self._place.crc is not None:
+            self._expect(isal_zlib.crc32(blob), self._place.crc)
+            return
+        text = check_records(blob)
+        if text:
+            raise self._damage(text)
+        self.is_unchecked = text is None
+
+    def _expect(self, found: int, written: int) -> None:
+        if found != written:
+            place = self._place
+            raise self._damage(
+                f"CRC-32 of the blob at {place.offset}, {place.length} bytes long, is "
+                f"{found:08x}, written was {written:08x}"
+            )
+
+    def _loaded(self, blob: bytes) -> bytes:
+        """Return the elements of a blob that torch has to make sense of."""
+        try:
+            value = load_plain(io.BytesIO(blob), f"{self._files.folder}: {self._key!r}")
+        except LoadFailed as error:
+            raise UsageError("unsupported-tensor", error.message, error.hint) from error
+        if (
+            type(value) is not torch.Tensor
+            or value.layout is not torch.strided
+            or value.dtype != self._dtype
+        ):
+            raise UsageError(
+                "unsupported-tensor",
+                f"{self._files.folder}: {self._key!r} is stored as {describe(value)}, "
+                f"the index has a tensor of {str(self._dtype).removeprefix('torch.')}",
+                "save its parts, or its dense form, under keys of their own",
+            )
+        if tuple(value.size()) != self._size:
+            raise self._damage(
+                f"the container at {self._place.offset} holds a tensor of size "
+                f"{list(value.size())}, the index asks for {list(self._size)}"
+            )
+        plain = value.detach().resolve_conj().resolve_neg().contiguous()
+        return bytes(memory_of(plain))
+
+    def _damage(self, text: str) -> CorruptCheckpoint:
+        return damage(self._files.folder, self._place.file, self._key, text)
+
+
+class _Opened(NamedTuple):
+    """A blob whose payload was found. crc: of the payload, where that is what is compared. held:
+    the elements, if they were read (and checked) already.
+    """
+
+    payload_at: int
+    payload_bytes: int
+    crc: int | None
+    held: bytes | None = None
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, to be read only and while the tensor is."""
+    count = tensor.numel() * tensor.itemsize
+    if not count:
+        return memoryview(b"")
+    view: memoryview = _VIEW_OF(tensor.data_ptr(), count, _WRITABLE)
+    return view
+
+
+_WRITABLE: Final = 0x200
+"""Since torch.frombuffer warns of anything else."""
+_VIEW_OF: Final = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
+)(("PyMemoryView_FromMemory", ctypes.pythonapi))
+
+
+def describe(value: Any) -> str:
+    """Say what a value is that is no plain tensor."""
+    if isinstance(value, torch.Tensor):
+        layout = str(value.layout).removeprefix("torch.")
+        kind = "" if value.layout is torch.strided else f" of layout {layout}"
+        return f"a {type(value).__name__}{kind} of dtype {str(value.dtype).removeprefix('torch.')}"
+    return f"a {type(value).__name__}"
+
+
+def check_records(blob: bytes) -> str | None:
+    """Return what is wrong with a torch container by its own checksums: nothing if it is whole,
+    None if it looks whole, but carries no checksums.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+            has_crcs = any(entry.CRC for entry in archive.infolist())
+            damaged = archive.testzip() if has_crcs else None
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError) as error:
+        return f"not a whole torch container: {str(error).lower()}"
+    if damaged is not None:
+        return f"CRC-32 of {damaged} does not match"
+    return "" if has_crcs else None
+
+
+class Window(io.RawIOBase):
+    """A stretch of a data file as a file of its own."""
+
+    def __init__(self, files: DataFiles, name: str, offset: int, length: int) -> None:
+        super().__init__()
+        self._files = files
+        self._name = name
+        self._offset = offset
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        view = memoryview(buffer)[: max(0, self._length - self._at)]
+        self._files.read_into(self._name, self._offset + self._at, view)
+        self._at += len(view)
+        return len(view)
