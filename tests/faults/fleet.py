@@ -2,8 +2,9 @@
 
 Stands on `tests.integration.cluster`. The daemons of a fleet obey lists of faults; one that was
 killed is started again by the fleet with the faults that are left, one that was stopped is
-continued after a while. The ranks keep one Checkpointer over all orders. What a fleet knows of a
-fault is what the daemon's log says of it: `fault.fired`.
+continued after a while; what is held at a point is released by the test. The ranks keep one
+Checkpointer over all orders. What a fleet knows of a fault is what the daemon's log says of it:
+`fault.fired`.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Member:
     Args:
         run_dir: its run directory.
         root: what it may write.
-        faults: what it is to do, each with a step.
+        faults: what it is to do, each with a step. `point:hold@step` holds a save until `release`.
         prefix: as for `start_node`.
         environment: additional variables.
     """
@@ -109,10 +110,10 @@ class Member:
     ) -> None:
         self.lives = 0
         """How often it was started."""
-        self._faults = list(faults)
+        self._run_dir, self._root = run_dir, root
+        self._faults = list(map(self._with_file, faults))
         self._prefix = prefix
         self._environment = environment
-        self._run_dir, self._root = run_dir, root
         self._is_ending = threading.Event()
         self.holds_stopped = False
         """Leave a stopped daemon stopped, until it is set back."""
@@ -148,6 +149,22 @@ class Member:
             elif is_stopped(process.pid) and not self.holds_stopped:
                 self._is_ending.wait(STOPPED_S)
                 process.send_signal(signal.SIGCONT)
+
+    def _file(self, point: str, step: int | str) -> Path:
+        return self._run_dir / f"release-{point}-{step}"
+
+    def _with_file(self, fault: str) -> str:
+        what, _, step = fault.partition("@")
+        point, _, action = what.partition(":")
+        return f"{what}:{self._file(point, step)}@{step}" if action == "hold" else fault
+
+    def await_held(self, point: str, step: int) -> None:
+        """Return once the save of a step is held at a point."""
+        until(lambda: Fired(point, "hold", step) in fired(self.node), f"{point} holds step {step}")
+
+    def release(self, point: str, step: int) -> None:
+        """Let a save go on that is held at a point, or will be."""
+        self._file(point, step).touch()
 
     def kill(self) -> None:
         """Kill the daemon; the supervisor starts it again."""

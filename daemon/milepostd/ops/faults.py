@@ -1,8 +1,8 @@
 """Fault points: places where a test can make the daemon misbehave.
 
 Owns the names of points and actions, their parsing and their effect. A point fires once per save
-and node. Sleeping holds only the step of the save that met the point, never the loop. Which step
-stands at which point is the runtime's business. Source: CONTRACT "Fault points", kept in
+and node. What sleeps or is held is the step of the save that met the point, never the loop. Which
+step stands at which point is the runtime's business. Source: CONTRACT "Fault points", kept in
 docs/operations.md.
 """
 
@@ -47,21 +47,33 @@ _ERRNOS: Final = {
 """Actions that are a file system's answers: full, over its quota, broken, away for a moment. The
 last one passes, so that what it struck is tried again, with a new file."""
 
-ACTIONS: Final = ("kill", "stop", "raise", "sleep", *_ERRNOS)
+ACTIONS: Final = ("kill", "stop", "raise", "sleep", "hold", *_ERRNOS)
 
 SLEEP_S_MAX: Final = 3600.0
+
+HOLD_LOOK_S: Final = 0.01
+"""How often `hold` looks for its file."""
 
 _log = logging.getLogger(__name__)
 
 
 class Fault(NamedTuple):
-    """What shall happen at a point; `sleep_s` belongs to the action `sleep`."""
+    """What shall happen at a point."""
 
     point: str
     action: str
     sleep_s: float = 0.0
+    """Of the action `sleep`."""
     step: int | None = None
     """Only to saves of this step of the trainer; None: to every save."""
+    file: str = ""
+    """Of the action `hold`: the save goes on once it is there."""
+
+    def pauses_s(self) -> Iterator[float]:
+        """Yield for how long to wait, piece by piece, before the save may go on."""
+        while self.action == "hold" and not os.path.exists(self.file):
+            yield HOLD_LOOK_S
+        yield self.sleep_s
 
 
 class InjectedFault(MilepostError):
@@ -88,6 +100,11 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
         if at and not when.isdecimal():
             raise UsageError("usage", f"after @ stands the step of a save, got {part!r}")
         step = int(when) if at else None
+        if action == "hold":
+            if not argument:
+                raise UsageError("usage", f"hold takes the path of a file, got {part!r}")
+            faults.append(Fault(point, action, step=step, file=argument))
+            continue
         if action != "sleep":
             if argument:
                 raise UsageError("usage", f"{action} takes no argument, got {part!r}")
@@ -131,18 +148,20 @@ class FaultPoints:
         """
         for fault in self._due(point, save):
             with self._held(fault, save):
-                await asyncio.sleep(fault.sleep_s)
+                for pause_s in fault.pauses_s():
+                    await asyncio.sleep(pause_s)
             self._strike(fault)
 
     def at_blocking(self, point: str, save: SaveRef) -> None:
-        """Do the same from a writer thread, which `sleep` blocks. Raises what `at` raises."""
+        """Do the same from a writer thread, which waits itself. Raises what `at` raises."""
         for fault in self._due(point, save):
             with self._held(fault, save):
-                time.sleep(fault.sleep_s)
+                for pause_s in fault.pauses_s():
+                    time.sleep(pause_s)
             self._strike(fault)
 
     def holding(self, job: str, save_id: str) -> str | None:
-        """Return the name of the point that holds this save by `sleep`, for its status sentence."""
+        """Return the name of the point that holds this save, for its status sentence."""
         with self._lock:
             points = self._holding.get((job, save_id))
             return points[-1] if points else None
@@ -164,7 +183,7 @@ class FaultPoints:
 
     @contextmanager
     def _held(self, fault: Fault, save: SaveRef) -> Iterator[None]:
-        if fault.action != "sleep":
+        if fault.action not in ("sleep", "hold"):
             yield
             return
         key = (save.job, save.save_id)

@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,9 @@ def test_points_actions_and_arguments_are_understood() -> None:
         Fault("mid-write", "eio", step=12),
         Fault("after-write", "sleep", 0.5, 3),
     )
+    assert parse_faults("mid-write:hold:/run/go-on@12") == (
+        Fault("mid-write", "hold", step=12, file="/run/go-on"),
+    )
     assert parse_faults("") == ()
 
 
@@ -40,6 +44,7 @@ def test_points_actions_and_arguments_are_understood() -> None:
         ("mid-write:sleep", "sleep takes seconds"),
         ("mid-write:sleep:-1", "sleep takes seconds"),
         ("mid-write:sleep:nan", "sleep takes seconds"),
+        ("mid-write:hold@3", "hold takes the path of a file"),
         ("mid-write:kill:9", "kill takes no argument"),
         ("mid-write:kill@", "after @ stands the step"),
         ("mid-write:kill@-1", "after @ stands the step"),
@@ -52,7 +57,8 @@ def test_what_is_not_understood_is_refused(text: str, part: str) -> None:
 
 
 def test_every_point_takes_every_action() -> None:
-    texts = [f"{p}:{a}" + (":1" if a == "sleep" else "") for p in POINTS for a in ACTIONS]
+    takes = ("sleep", "hold")
+    texts = [f"{p}:{a}" + (":1" if a in takes else "") for p in POINTS for a in ACTIONS]
     assert len(parse_faults(",".join(texts))) == len(POINTS) * len(ACTIONS)
 
 
@@ -137,3 +143,18 @@ def test_sleep_in_a_writer_thread_holds_that_thread_and_is_told(
     go_on.set()
     writer.join()
     assert points.holding("a", "1-1") is None
+
+
+def test_hold_lets_go_of_the_save_once_its_file_is_there(tmp_path: Path) -> None:
+    async def main() -> None:
+        points = FaultPoints(parse_faults(f"before-publish:hold:{tmp_path / 'go-on'}"))
+        held = asyncio.create_task(points.at("before-publish", _save("a", 1)))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert points.holding("a", "1-1") == "before-publish"
+        assert not held.done()
+        (tmp_path / "go-on").touch()
+        await held
+        assert points.holding("a", "1-1") is None
+
+    asyncio.run(main())

@@ -267,4 +267,4 @@ def test_operations_names_every_log_field_fault_point_and_action() -> None:
     for field in FIELDS:
         assert re.search(rf"^\| `{field}` \|", OPERATIONS, re.MULTILINE), field
     for name in (*POINTS, *ACTIONS):
-        assert re.search(rf"`{name}(:S)?`", OPERATIONS), name
+        assert re.search(rf"`{name}(:S|:FILE)?`", OPERATIONS), name
