@@ -14,6 +14,7 @@ import json
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,11 +33,26 @@ DEADLINE_S: Final = 60.0
 """Deadline of a save, unless a test says otherwise: only a test that fails meets it."""
 
 SHORT_S: Final = 5.0
-"""Deadline where one is to expire. The first save of ranks with this one comes after `warm_up`, so
-that it is over in a fraction of it on a busy machine, too."""
+"""Deadline where one is to expire. Ranks whose saves are to commit as well get it by `Crew.hurry`,
+after which a save is over in a hundredth of it, and in a fraction on a busy machine."""
 
-SLACK_S: Final = 4.0
-"""What a busy machine may take beyond a deadline and what is stated to come after it."""
+SLACK_S: Final = 10.0
+"""What a busy machine may take beyond a deadline and what is stated to come after it. Below 15 s
+(`RESOLVE_GRACE_S`), after which a node no longer waits for a coordinator that says nothing.
+"""
+
+RESOLVE_S: Final = 4.0
+"""That limit where a test waits for it."""
+
+RESOLVING_SOON: Final = (
+    sys.executable, "-c",
+    "import runpy, sys, milepostd.core.role as role\n"
+    f"assert {RESOLVE_S} < role.RESOLVE_GRACE_S\n"
+    f"role.RESOLVE_GRACE_S = {RESOLVE_S}\n"
+    "sys.argv = sys.argv[3:]\n"
+    "runpy.run_module('milepostd', run_name='__main__')",
+)  # fmt: skip
+"""A prefix for daemons that have this limit; what follows it is `python -m milepostd ...`."""
 
 RESTART_S: Final = 0.05
 """How long a killed daemon stays away."""
@@ -270,6 +286,21 @@ class Crew:
             self.tell(rank, order, **arguments)
         return [self.hear(rank, timeout_s) for rank in range(len(self._channels))]
 
+    def hurry(self) -> None:
+        """Have the ranks open their Checkpointers anew, as another attempt whose saves have
+        `SHORT_S`. What a first save pays has been paid.
+        """
+        self.all("reopen", deadline_s=SHORT_S)
+
+    def lasted_s(self, step: int) -> list[float]:
+        """Return how long after the first rank's call a save has ended on each rank."""
+        spans = self.all("span", step=step)
+        return [ended - min(called for called, _ in spans) for _, ended in spans]
+
+    def has_answered(self, rank: int) -> bool:
+        """Whether an answer of this rank is there to be heard."""
+        return self._channels[rank].poll()
+
     def dismiss(self) -> None:
         """Let the ranks close their Checkpointers and end; those that are dead are no matter."""
         for channel in self._channels:
@@ -358,10 +389,11 @@ class Trainer:
             module, _, name = place.partition(":")
             setattr(importlib.import_module(module), name, value)
         self.rank = rank
+        self.options = options
         self.ck = Checkpointer(rank.root, **options)
         self.saves: dict[int, Any] = {}
-        self.lasted_s: dict[int, float] = {}
-        """How long each save took from its call to its end, by step."""
+        self.spans: dict[int, list[float]] = {}
+        """When each save was called and when it had ended, by step, on a clock that all share."""
         self.own = Fatal()
         self.branch = 0
 
@@ -386,6 +418,14 @@ class Trainer:
         mesh = init_device_mesh("cpu", (world,))
         return state | {"w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}
 
+    def reopen(self, **options: Any) -> None:
+        """Close the Checkpointer and open another one, with some options changed."""
+        from milepost import Checkpointer
+
+        self.ck.close()
+        self.ck = Checkpointer(self.rank.root, **(self.options | options))
+        self.prepare()
+
     def prepare(self, step: int = 0, **shape: int) -> None:
         self.ck.prepare(self.state(step, **shape))
 
@@ -398,13 +438,10 @@ class Trainer:
         """Start a save; return how long that took."""
         state = self.state(step, **shape)
         started_s = time.monotonic()
+        span = self.spans[step] = [started_s]
         save = self.saves[step] = self.ck.save(step, state)
         stalled_s = time.monotonic() - started_s
-
-        def note(_: Any) -> None:
-            self.lasted_s[step] = time.monotonic() - started_s
-
-        save.add_done_callback(note)
+        save.add_done_callback(lambda _: span.append(time.monotonic()))
         return stalled_s
 
     def finish(self, step: int, timeout_s: float = 100.0) -> dict[str, Any]:
@@ -425,10 +462,10 @@ class Trainer:
             del self.saves[step]
         return told | {"phase": save.phase, "waited_s": time.monotonic() - started_s}
 
-    def lasted(self, step: int) -> float:
-        """Return how long a save that has ended took from its call to its end."""
-        cluster.until(lambda: step in self.lasted_s, "its end is noted")
-        return self.lasted_s[step]
+    def span(self, step: int) -> list[float]:
+        """Return when a save that has ended was called, and when it had ended."""
+        cluster.until(lambda: 2 == len(self.spans[step]), "its end is noted")
+        return self.spans[step]
 
     def take_branch(self, branch: int) -> None:
         """Save other values from now on."""
@@ -527,13 +564,17 @@ def members(
     folder: Path,
     root: Path,
     faults: Sequence[Sequence[str]],
+    *,
+    prefix: Sequence[str] = (),
     **environment: str,
 ) -> Iterator[list[Member]]:
     """Run a supervised daemon for each list of faults; at the end each drains, or it fails."""
     started: list[Member] = []
     try:
         for index, each in enumerate(faults):
-            started.append(Member(folder / f"n{index}", root, each, environment=environment))
+            started.append(
+                Member(folder / f"n{index}", root, each, prefix=prefix, environment=environment)
+            )
         for member in started:
             cluster.await_answer(member.node)
         with abandoning():

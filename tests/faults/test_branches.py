@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import time
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from milepost.errors import CorruptCheckpoint, LoadFailed
 from milepost.reading.verification import verify
 from milepost.storage.root import Root
 from tests.faults.fleet import (
-    SHORT_S,
+    RESOLVING_SOON,
     VALUES,
     Crew,
     Fired,
@@ -22,7 +25,6 @@ from tests.faults.fleet import (
     log_lines,
     members,
     until,
-    warm_up,
 )
 from tests.faults.judging import check_root, judge, partials
 
@@ -32,12 +34,13 @@ def test_two_ranks_become_one_on_the_same_daemons_and_words_of_the_old_attempt_a
 ) -> None:
     root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
     # The other node's words about the abandoned save come when the new attempt has begun.
-    with members(folder, folder, [[], ["before-durable:stop@2"]], **places) as daemons:
+    faults: list[list[str]] = [[], ["before-durable:stop@2"]]
+    with members(folder, folder, faults, prefix=RESOLVING_SOON, **places) as daemons:
         daemons[1].holds_stopped = True
         nodes = [member.node for member in daemons]
-        warm_up(folder / "before", nodes, places)
-        crew = Crew(root, nodes, expect_death=[0, 1], environment=places, deadline_s=SHORT_S)
+        crew = Crew(root, nodes, expect_death=[0, 1], environment=places)
         assert ["committed"] * 2 == [told["phase"] for told in crew.all("save", step=1)]
+        crew.hurry()
         crew.tell(1, "begin", step=2)
         crew.hear(1)
         until(lambda: is_stopped(daemons[1].pid), "one rank's image is staged, its word is held")
@@ -101,6 +104,29 @@ def test_saving_again_what_was_rolled_back_replaces_it_and_latest_follows_the_ne
     judge(root, ["latest", "step_20", "step_31"], branch=1)
 
 
+LOOK_S = 0.005
+
+
+@contextlib.contextmanager
+def repeating(look: Callable[[], None]) -> Iterator[None]:
+    """Look again and again, on another thread, for as long as the block lasts; raise what it has
+    raised.
+    """
+    is_over = threading.Event()
+    with ThreadPoolExecutor(1) as others:
+
+        def run() -> None:
+            while not is_over.wait(LOOK_S):
+                look()
+
+        looking = others.submit(run)
+        try:
+            yield
+        finally:
+            is_over.set()
+            looking.result()
+
+
 def loadable(root: Path) -> list[str]:
     """Return the checkpoints that are whole at this instant, and stay so while they are read."""
     whole = []
@@ -117,32 +143,45 @@ def test_with_one_checkpoint_kept_there_is_one_to_load_at_every_instant(
     folder: Path, shm: Path
 ) -> None:
     root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
-    faults = ["before-publish:sleep:1@2", "after-publish:sleep:0.5@2", "mid-write:sleep:1@3",
-              "before-publish:eio@3", "before-committed:sleep:0.5@4"]  # fmt: skip
+    held = [("before-publish", 2), ("after-publish", 2), ("mid-write", 3), ("before-committed", 4)]
+    faults = [f"{point}:hold@{step}" for point, step in held] + ["before-publish:eio@3"]
+    seen: list[list[str]] = []
+
+    def look() -> None:
+        # One that a newer one replaced while it was looked at says nothing: look again.
+        seen.append(loadable(root) or loadable(root))
+        assert seen[-1], f"nothing can be loaded; before that {seen[-5:]}"
+        link = os.readlink(root / "latest")
+        assert link in seen[-1] or link in loadable(root), f"latest names {link}, {seen[-1]}"
+
     with members(folder, root, [faults, []], **places) as daemons:
+        first = daemons[0]
         nodes = [member.node for member in daemons]
         crew = Crew(root, nodes, environment=places, keep=KeepLast(1), slots=3)
         crew.all("save", step=1)
         assert ["step_1"] == loadable(root)
         crew.all("begin", step=2)
         crew.all("begin", step=3)
-        for rank in (0, 1):
-            crew.tell(rank, "finish", step=2)
-            crew.tell(rank, "finish", step=3)
-            crew.tell(rank, "save", step=4)
-        seen: list[list[str]] = []
-        until_s = time.monotonic() + 90
-        while len(fired(nodes[0])) < len(faults) or loadable(root) != ["step_4"]:
-            assert time.monotonic() < until_s, seen[-5:]
-            # One that a newer one replaced while it was looked at says nothing: look again.
-            seen.append(loadable(root) or loadable(root))
-            assert seen[-1], f"nothing can be loaded; before that {seen[-5:]}"
-            link = os.readlink(root / "latest")
-            assert link in seen[-1] or link in loadable(root), f"latest names {link}, {seen[-1]}"
-        for wanted in (["committed"] * 2, ["failed"] * 2, ["committed"] * 2):
-            assert wanted == [crew.hear(rank)["phase"] for rank in (0, 1)]
+        with repeating(look):
+            for point, step in held[:2]:
+                first.await_held(point, step)
+                look()
+                first.release(point, step)
+            assert ["committed"] * 2 == [each["phase"] for each in crew.all("finish", step=2)]
+            until(lambda: ["step_2"] == loadable(root), "the older one is removed")
+            first.await_held("mid-write", 3)
+            first.release("mid-write", 3)
+            assert ["failed"] * 2 == [each["phase"] for each in crew.all("finish", step=3)]
+            look()
+            crew.all("begin", step=4)
+            first.await_held("before-committed", 4)
+            look()
+            first.release("before-committed", 4)
+            assert ["committed"] * 2 == [each["phase"] for each in crew.all("finish", step=4)]
+            until(lambda: ["step_4"] == loadable(root), "and again")
         assert ["step_1"] in seen
         assert ["step_2"] in seen
+        assert len(faults) == len(fired(nodes[0]))
         crew.dismiss()
         until(lambda: not partials(root), "nothing is left over")
     assert ["step_4"] == check_root(root)
@@ -154,27 +193,29 @@ def test_a_save_that_newer_ones_overtake_moves_neither_latest_back_nor_is_kept(
     folder: Path, shm: Path, point: str
 ) -> None:
     root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
-    with members(folder, root, [[f"{point}:sleep:2@2"], []], **places) as daemons:
+    seen: list[str] = []
+
+    def look() -> None:
+        seen.append(os.readlink(root / "latest"))
+        assert (root / seen[-1] / ".metadata").exists() or seen[-1] != os.readlink(
+            root / "latest"
+        ), f"latest names {seen[-1]}, which is gone"
+
+    with members(folder, root, [[f"{point}:hold@2"], []], **places) as daemons:
         nodes = [member.node for member in daemons]
         crew = Crew(root, nodes, environment=places, keep=KeepLast(1), slots=3)
         crew.all("save", step=1)
-        for step in (2, 3):
-            crew.all("begin", step=step)
-        for rank in (0, 1):
-            crew.tell(rank, "finish", step=2)
-            crew.tell(rank, "finish", step=3)
-        seen: list[str] = []
-        until_s = time.monotonic() + 90
-        while not seen or seen[-1] != "step_3" or loadable(root) != ["step_3"]:
-            assert time.monotonic() < until_s, (seen[-5:], loadable(root))
-            seen.append(os.readlink(root / "latest"))
-            assert (root / seen[-1] / ".metadata").exists() or seen[-1] != os.readlink(
-                root / "latest"
-            ), f"latest names {seen[-1]}, which is gone"
-        for _ in (2, 3):
-            assert ["committed"] * 2 == [crew.hear(rank)["phase"] for rank in (0, 1)]
+        with repeating(look):
+            for step in (2, 3):
+                crew.all("begin", step=step)
+            daemons[0].await_held(point, 2)
+            assert ["committed"] * 2 == [each["phase"] for each in crew.all("finish", step=3)]
+            daemons[0].release(point, 2)
+            assert ["committed"] * 2 == [each["phase"] for each in crew.all("finish", step=2)]
+            until(lambda: ["step_3"] == loadable(root), "the older ones are removed")
         assert seen == sorted(seen), "latest went back"
-        assert [Fired(point, "sleep", 2)] == fired(nodes[0])
+        assert "step_3" == seen[-1]
+        assert [Fired(point, "hold", 2)] == fired(nodes[0])
         assert "step_3" == os.readlink(root / "latest")
         crew.dismiss()
         until(lambda: not partials(root), "nothing is left over")

@@ -17,6 +17,7 @@ import pytest
 
 from milepostd.core.role import VERDICT_GRACE_S
 from tests.faults.fleet import (
+    RESOLVING_SOON,
     SHORT_S,
     SLACK_S,
     Crew,
@@ -57,12 +58,12 @@ def test_a_daemon_that_is_stopped_is_noticed_training_goes_on_and_every_handle_e
     root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
     faults: list[list[str]] = [[], []]
     faults[stopped] = ["after-staged:stop@2"]
-    with members(folder, folder, faults, **places) as daemons:
+    with members(folder, folder, faults, prefix=RESOLVING_SOON, **places) as daemons:
         daemons[stopped].holds_stopped = True
         nodes = [member.node for member in daemons]
-        warm_up(folder / "before", nodes, places)
-        crew = Crew(root, nodes, environment=places, deadline_s=SHORT_S, limits=LIMITS)
+        crew = Crew(root, nodes, environment=places, limits=LIMITS)
         assert ["committed"] * 2 == [told["phase"] for told in crew.all("save", step=1)]
+        crew.hurry()
         assert max(crew.all("begin", step=2)) < SILENCE_S, "save() does not wait for its daemon"
         until(lambda: bool(fired(nodes[stopped])), "the daemon is stopped")
         assert [2 * sum(range(50))] * 2 == crew.all("train", rounds=50)

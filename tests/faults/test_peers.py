@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from milepostd.core.role import RESOLVE_GRACE_S
 from tests.faults.fleet import (
+    RESOLVE_S,
+    RESOLVING_SOON,
     SHORT_S,
     SLACK_S,
     Crew,
@@ -38,10 +39,9 @@ def test_peers_whose_addresses_lead_nowhere_are_named_with_them_and_the_save_end
 ) -> None:
     root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
     flags = ["--log-format", "json"]
-    started = [start_node(folder / "n0", root, flags, **places)]
-    started += [
-        start_node(folder / f"n{number}", root, [*flags, "--advertise", address], **places)
-        for number, address in enumerate(NOWHERE, 1)
+    started = [
+        start_node(folder / f"n{number}", root, [*flags, *more], prefix=RESOLVING_SOON, **places)
+        for number, more in enumerate([[], *(["--advertise", address] for address in NOWHERE)])
     ]
     try:
         with abandoning():
@@ -55,8 +55,7 @@ def test_peers_whose_addresses_lead_nowhere_are_named_with_them_and_the_save_end
             for node, each in zip(away, told[1:], strict=True):
                 assert node["node_id"] in each["message"]
             # A node without its layout waits for the coordinator's word, and then for its verdict.
-            bound_s = SHORT_S + 2 * RESOLVE_GRACE_S + SLACK_S
-            assert max(crew.all("lasted", step=1)) < bound_s
+            assert max(crew.lasted_s(1)) < SHORT_S + 2 * RESOLVE_S + SLACK_S
             lines = [line for line in log_lines(started[0]) if line["event"] == "peer.unreached"]
             assert {(node["node_id"], node["peer_address"]) for node in away} == {
                 (line["peer"], line["address"]) for line in lines

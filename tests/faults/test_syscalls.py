@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-from tests.faults.fleet import SHORT_S, Crew, Member, log_lines, members, until, warm_up
+from tests.faults.fleet import Crew, Member, log_lines, members, until
 from tests.faults.judging import check_root, judge, judging, partials, picture
 from tests.faults.syscalls import injecting, planner_of
 from tests.integration.tracing import needs_strace
@@ -269,12 +269,12 @@ def test_a_directory_sync_that_hangs_ends_its_save_at_the_deadline_and_holds_up_
     yard: Yard,
 ) -> None:
     root, other = yard.folder / "hanging", yard.members[1]
-    nodes = [member.node for member in yard.members]
-    warm_up(root, nodes, yard.places)
-    crew = yard.crew(root, deadline_s=SHORT_S)
+    crew = yard.crew(root)
+    assert ["committed"] * 2 == [told["phase"] for told in crew.all("save", step=1)]
+    crew.hurry()
     with injecting(
         [other.pid], "fsync", "delay_enter=600s", log=yard.log("hanging"),
-        paths=[root / ".partial" / "step_2.2-1"],
+        paths=[root / ".partial" / "step_2.2-2"],
     ) as injection:  # fmt: skip
         told = crew.all("save", step=2)
         assert [("failed", "timeout")] * 2 == [(each["phase"], each["code"]) for each in told]
@@ -284,7 +284,7 @@ def test_a_directory_sync_that_hangs_ends_its_save_at_the_deadline_and_holds_up_
         assert ["step_1", "step_3"] == check_root(root)
         # It hangs still: what is traced when a call ends is not there yet.
         assert not any("= 0" in call for call in injection.calls())
-        assert any("step_2.2-1" in call for call in injection.calls())
+        assert any("step_2.2-2" in call for call in injection.calls())
     until(lambda: not other.node.status()["saves"], "the sync that hung has come to its end")
     until(lambda: not partials(root), "and what it was for is gone")
     crew.dismiss()

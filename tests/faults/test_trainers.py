@@ -25,7 +25,6 @@ from tests.faults.fleet import (
     log_lines,
     members,
     until,
-    warm_up,
 )
 from tests.faults.judging import check_root, judge, partials
 from tests.integration.cluster import Node, await_answer, start_node
@@ -51,10 +50,10 @@ def test_a_save_that_one_rank_did_not_live_to_stage_fails_by_name_and_a_restart_
     deadline_s = DEADLINE_S if nodes_of_ranks == (0, 0) else SHORT_S
     with members(folder, folder, [[]] * len(set(nodes_of_ranks)), **places) as daemons:
         nodes = [daemons[index].node for index in nodes_of_ranks]
-        if deadline_s == SHORT_S:
-            warm_up(folder / "before", nodes, places)
-        crew = Crew(root, nodes, expect_death=[1], environment=places, deadline_s=deadline_s)
+        crew = Crew(root, nodes, expect_death=[1], environment=places)
         assert ["committed"] * 2 == [told["phase"] for told in crew.all("save", step=1)]
+        if deadline_s == SHORT_S:
+            crew.hurry()
         crew.tell(0, "save", step=2)
         if moment == "before its call":
             crew.tell(1, "die")
@@ -343,14 +342,15 @@ def test_a_save_that_one_rank_aborts_ends_for_all_and_leaves_nothing(
     folder: Path, shm: Path
 ) -> None:
     root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}
-    with members(folder, root, [[], ["mid-write:sleep:3@2"]], **places) as daemons:
+    with members(folder, root, [[], ["mid-write:hold@2"]], **places) as daemons:
         crew = Crew(root, [member.node for member in daemons], environment=places)
         crew.all("save", step=1)
         crew.all("begin", step=2)
-        until(lambda: bool(fired(daemons[1].node)), "the write is held")
+        daemons[1].await_held("mid-write", 2)
         crew.tell(1, "abort", step=2)
         crew.hear(1)
         told = crew.all("finish", step=2)
+        daemons[1].release("mid-write", 2)
         assert [("failed", "aborted")] * 2 == [(each["phase"], each["code"]) for each in told]
         assert ["rank 1 asked for an abort" in each["message"] for each in told] == [True, True]
         assert ["committed"] * 2 == [told["phase"] for told in crew.all("save", step=3)]
