@@ -10,7 +10,6 @@ Threads: public methods may be called from any thread, and take turns; handles a
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -47,20 +46,15 @@ from milepost.options import (
     job_name,
     make_overlap,
 )
-from milepost.reading.restore import (
-    LoadReport,
-    check_whole,
-    choose_checkpoint,
-    load_checkpoint,
-    warn_of_unexpected,
-)
+from milepost.reading.choice import Loaded, load_chosen
+from milepost.reading.restore import LoadOptions, LoadReport
 from milepost.saving.planning import Planning
 from milepost.saving.saves import Saves
 from milepost.staging.selection import Optimizers, Selection
 from milepost.staging.slots import Slots
 from milepost.staging.stager import Stager
 from milepost.state.content import Content, ContentReader
-from milepost.storage.claims import Ownership, check_ours, find_other, reading
+from milepost.storage.claims import Ownership, check_ours, find_other
 from milepost.storage.retention import Policy
 from milepost.storage.root import Root
 from milepost.wire.messages import (
@@ -135,7 +129,6 @@ class Checkpointer:
         check_options(on_busy, on_failure, staging, slots, deadline_s, keep, planner, overwrite)
         self._overlap = make_overlap(staging, optimizer, planner)
         self.root = find_root(root)
-        self._process_group = process_group
         self._on_busy = on_busy
         self._on_failure = on_failure
         self._overwrite = overwrite
@@ -548,27 +541,37 @@ class Checkpointer:
     @in_turn
     def load(
         self,
-        state: dict[str, Any],
+        state: dict[str, Any] | None,
         step: int | None = None,
         partial: bool = False,
         source: Literal["auto", "memory", "storage"] = "auto",
         verify: bool = True,
+        fallback: bool = False,
+        cast: bool = False,
+        allow_pickle: bool = False,
     ) -> LoadReport:
         """Load a checkpoint into the state, in place. All ranks call it; rank 0 chooses the step.
 
         Saves of this object that are under way are waited for first. Works on another number of
-        ranks than the checkpoint was saved on.
+        ranks than the checkpoint was saved on. What one rank refuses is refused on all of them,
+        before any has read; see docs/loading.md.
 
         Args:
-            state: a template, as for `dcp.load`.
+            state: a template, as for `dcp.load`. An empty dict or list in it, None, and the state
+                of an optimizer that has not stepped stand for what the checkpoint holds there.
+                None: everything, nested as it was saved, in `LoadReport.state`.
             step: which one; None: the latest.
             partial: leave keys that the checkpoint does not hold as they are.
             source: "storage", or "auto", which is the same here.
             verify: read all of it once before, divided among the ranks, and check its checksums.
+            fallback: where it is damaged, load the newest older one that is whole.
+            cast: convert tensors of other dtypes, as `Tensor.to` does; not if that changes
+                integers.
+            allow_pickle: load objects of any class, which runs whatever code the checkpoint names.
 
         Raises:
             LoadFailed: "not-found": there is no such checkpoint; "load-failed": keys are missing,
-                or it does not fit.
+                or it does not fit; "shape-mismatch", "dtype-mismatch", "unsafe-object".
             CorruptCheckpoint: it is damaged.
         """
         self._check_open()
@@ -579,37 +582,33 @@ class Checkpointer:
         self._loads += 1
         self._is_begun = True
         self.wait()
+        loaded = load_chosen(
+            Root(self.root),
+            state,
+            LoadOptions(partial, verify, cast, allow_pickle),
+            step=step,
+            fallback=fallback,
+            group=self._group,
+            topic=f"load/{self._loads}",
+            timeout_s=self._deadline_s,
+        )
+        self._resume(loaded)
+        return loaded.report
 
-        def choose() -> bytes:
-            chosen, name = choose_checkpoint(Root(self.root), step)
-            attempt = self.attempt
-            if self._saves.last_step > chosen:
-                # What this attempt saved beyond is history from now on: a new branch begins.
-                attempt = Root(self.root).claim_attempt(self.job)
-            return json.dumps([chosen, name, attempt]).encode()
+    def _resume(self, loaded: Loaded) -> None:
+        """Go on from a checkpoint: what this attempt has saved beyond it is history from now on."""
 
-        told = tell_all(self._group, f"load/{self._loads}", choose, self._deadline_s)
-        chosen, name, attempt = json.loads(told)
-        if attempt != self.attempt:
+        def number() -> bytes:
+            if self._saves.last_step > loaded.report.step:
+                return str(Root(self.root).claim_attempt(self.job)).encode()
+            return str(self.attempt).encode()
+
+        told = tell_all(self._group, f"load/{self._loads}/attempt", number, self._deadline_s)
+        if int(told) != self.attempt:
             # Arenas carry their attempt's number, and those of earlier ones are swept away.
             self._slots.close(unlink=True)
-            self._begin_attempt(attempt)
-        with reading(Root(self.root), name):
-            if verify:
-                topic = f"verify/{self._loads}"
-                check_whole(self.root / name, self._group, topic, self._deadline_s)
-            report = load_checkpoint(
-                self.root / name,
-                chosen,
-                state,
-                rank=self.rank,
-                partial=partial,
-                process_group=self._process_group,
-            )
-        self._saves.resume(name)
-        if not partial and self.rank == 0:
-            warn_of_unexpected(report)
-        return report
+            self._begin_attempt(int(told))
+        self._saves.resume(loaded.name)
 
     @property
     def preempted(self) -> bool:

@@ -505,7 +505,7 @@ class Trainer:
         import torch
 
         state = self.state(0, **shape)
-        report = self.ck.load(state, step=step)
+        report = self.ck.load(state, step=step, allow_pickle=True)
         wanted = self.state(report.step, **shape)
         for key, value in wanted.items():
             got = state[key]

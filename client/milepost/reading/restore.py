@@ -1,41 +1,40 @@
-"""Bringing a checkpoint back into a state, through torch's own reader.
+"""Bringing one checkpoint back into a state.
 
-Owns which step is loaded, what is missing or unexpected, and the state of each rank that is stored
-apart. Files are read by `torch.distributed.checkpoint.load`; objects are unpickled by it, so a root
-must be one you trust.
+Owns the order of a load: the template is read and held against the index, all is checked, objects
+are read, then tensors, and at last everything is put in its place; no rank takes a step unless all
+can take it. What is wanted is decided in `matching`, bytes are read by a `BlobReader`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    _EmptyStateDictLoadPlanner,
-)
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from milepost.dcp_format.index import read_metadata
 from milepost.errors import NAMED_MAX, CorruptCheckpoint, LoadFailed, MilepostError, listed
 from milepost.format.manifest import METADATA_NAME
 from milepost.link.rendezvous import Group, gather, tell_all
-from milepost.reading.verification import verify
-from milepost.state.flattening import PER_RANK, flatten, per_rank_prefix
-from milepost.storage.root import Root
+from milepost.reading.blobs import BlobReader, TorchReader
+from milepost.reading.destinations import Destination, destinations_of
+from milepost.reading.matching import Landing, Match, match
+from milepost.reading.nesting import CannotNest, put, rename_parameters
+from milepost.reading.objects import ObjectRefused, load_object
+from milepost.reading.template import Template, read_template
+from milepost.reading.verdict import Verdicts
+from milepost.reading.verification import index_damage, verify
+from milepost.reading.wrappers import find_mismatch
 
 log = logging.getLogger("milepost")
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,20 @@ class LoadReport:
     """What a load did.
 
     Attributes:
-        step: the step that was loaded.
+        step: the step that was loaded; -1 for a checkpoint that does not say.
         source: "storage" or "memory".
         per_rank: this rank's own state, as given to `save(per_rank=...)`; {} if there was none.
         missing: keys of the state that the checkpoint does not hold (only with `partial=True`).
-        unexpected: keys of the checkpoint that the state did not ask for, per-rank state aside.
+        unexpected: keys of the checkpoint that were not loaded, since the state did not ask for
+            them; per-rank state aside.
         elapsed_s: how long it took.
+        untouched: keys of the state that hold what they held before.
+        added: keys that the state had only an empty place for, and that were loaded into it.
+        unused_ranks: ranks whose own state is in the checkpoint, and that are not there any more.
+        absent_ranks: ranks that are there, and have no state of their own in the checkpoint, where
+            others have.
+        damaged: steps that were passed over as damaged (only with `fallback=True`).
+        state: what was loaded into; the checkpoint's whole content, if no state was given.
     """
 
     step: int
@@ -57,33 +64,100 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     elapsed_s: float = 0.0
+    untouched: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    unused_ranks: tuple[int, ...] = ()
+    absent_ranks: tuple[int, ...] = ()
+    damaged: tuple[int, ...] = ()
+    state: Any = field(default_factory=dict, repr=False)
 
 
-def choose_checkpoint(root: Root, step: int | None) -> tuple[int, str]:
-    """Return step and directory name of a committed checkpoint: of that step, or the newest.
+class LoadOptions(NamedTuple):
+    """How to load; see `Checkpointer.load`."""
 
-    Raises LoadFailed("not-found"), naming the steps there are.
+    partial: bool = False
+    verify: bool = True
+    cast: bool = False
+    allow_pickle: bool = False
+
+
+def load_checkpoint(
+    checkpoint: Path,
+    step: int,
+    state: Any,
+    options: LoadOptions,
+    *,
+    group: Group,
+    topic: str,
+    timeout_s: float,
+) -> LoadReport:
+    """Load a checkpoint into `state`, in place, as `dcp.load` does; all ranks of the group call it.
+
+    Args:
+        checkpoint: its directory.
+        step: for the report.
+        state: the template; None: everything, nested as it was saved.
+        options: see `Checkpointer.load`.
+        group: the ranks that load together.
+        topic: names the load in the group's store; never used before.
+        timeout_s: how long ranks wait for one another, at each step of the load.
+
+    Raises, on every rank:
+        LoadFailed: it does not fit the state, or cannot be read.
+        CorruptCheckpoint: it is damaged; if that shows only while tensors are read, some of the
+            state is overwritten.
+        UsageError: the state is none.
     """
-    entries = [entry for entry in root.checkpoints() if entry.step >= 0]
-    for entry in entries:
-        if step is None or entry.step == step:
-            return entry.step, entry.name
-    there = ", ".join(str(each) for each in sorted({entry.step for entry in entries})) or "none"
-    what = "any checkpoint" if step is None else f"step {step}"
-    raise LoadFailed("not-found", f"{root.path} does not hold {what}; steps there: {there}")
+    started_s = time.monotonic()
+    verdicts = Verdicts(group, topic, timeout_s)
+    load = _Load(checkpoint, options, group.rank)
+    verdicts.share("wanted", lambda: load.prepare(state))
+    if options.verify:
+        check_whole(checkpoint, group, f"{topic}/verify", timeout_s)
+    verdicts.share("objects", load.read_objects)
+    verdicts.share("tensors", load.read_tensors)
+    verdicts.share("handed", load.hand_over)
+    found = load.match
+    ranks = range(group.world)
+    report = LoadReport(
+        step=step,
+        source="storage",
+        per_rank=found.per_rank,
+        missing=tuple(found.missing),
+        unexpected=tuple(found.unexpected),
+        untouched=tuple(found.missing),
+        added=tuple(found.added),
+        unused_ranks=tuple(sorted(rank for rank in found.saved_ranks if rank not in ranks)),
+        absent_ranks=tuple(
+            rank for rank in ranks if found.saved_ranks and rank not in found.saved_ranks
+        ),
+        state=load.template.state,
+        elapsed_s=time.monotonic() - started_s,
+    )
+    if group.rank == 0:
+        _tell(report, options)
+    return report
 
 
-def warn_of_unexpected(report: LoadReport) -> None:
-    """Say what the checkpoint holds and the state did not ask for: a resume that loses state is
+def _tell(report: LoadReport, options: LoadOptions) -> None:
+    """Say in the log what the checkpoint and the state do not share: a resume that loses state is
     found here or never.
     """
-    if report.unexpected:
-        named = ", ".join(map(repr, report.unexpected[:NAMED_MAX]))
-        more = " ..." if len(report.unexpected) > NAMED_MAX else ""
+    if report.unexpected and not options.partial:
         log.warning(
-            "step %s holds %s keys that the state did not ask for and that were not loaded: %s%s "
-            "(a fresh optimizer asks for nothing; torch's get_state_dict() fills it first)",
-            report.step, len(report.unexpected), named, more,
+            "step %s holds %s keys that the state did not ask for and that were not loaded: %s",
+            report.step, len(report.unexpected), listed(list(map(repr, report.unexpected))),
+        )  # fmt: skip
+    if report.untouched:
+        log.info(
+            "step %s does not hold %s keys of the state, which are as they were: %s",
+            report.step, len(report.untouched), listed(list(map(repr, report.untouched))),
+        )  # fmt: skip
+    if report.unused_ranks or report.absent_ranks:
+        log.warning(
+            "step %s was saved on other ranks: the per-rank state of ranks [%s] is not used, and "
+            "ranks [%s] have none",
+            report.step, listed(report.unused_ranks), listed(report.absent_ranks),
         )  # fmt: skip
 
 
@@ -102,123 +176,253 @@ def check_whole(checkpoint: Path, group: Group, topic: str, timeout_s: float) ->
                 for damage in damages]  # fmt: skip
     except MilepostError as error:
         told = [error.message]
-    said = gather(group, topic, msgpack.packb(told[:NAMED_MAX]), timeout_s)
+    packed = msgpack.packb(told[:NAMED_MAX])
+    if group.rank:
+        gather(group, topic, packed, timeout_s)
 
     def judge() -> bytes:
+        said = gather(group, topic, packed, timeout_s)
         found = list(dict.fromkeys(text for each in said for text in msgpack.unpackb(each)))
         if found:
-            raise CorruptCheckpoint(
-                "corrupt",
-                f"{checkpoint} is damaged: {listed(found, '; ')}",
-                "load another step; verify=False loads it as it is",
-            )
+            raise _damaged(checkpoint, listed(found, "; "))
         return b""
 
-    tell_all(group, topic, judge, timeout_s)
+    tell_all(group, topic, judge, timeout_s + 30)
 
 
-def load_checkpoint(
-    checkpoint: Path,
-    step: int,
-    state: dict[str, Any],
-    *,
-    rank: int,
-    partial: bool,
-    process_group: dist.ProcessGroup | None,
-) -> LoadReport:
-    """Load a checkpoint into `state`, in place, as `dcp.load` does; all ranks of the group call it.
+def _damaged(checkpoint: Path, text: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(
+        "corrupt",
+        f"{checkpoint} is damaged: {text}",
+        "load another step, or fallback=True; verify=False loads it as it is",
+    )
 
-    Raises:
-        LoadFailed: keys are missing and `partial` is not set, or torch could not load it.
-        CorruptCheckpoint: `.metadata` is damaged.
-    """
-    started_s = time.monotonic()
-    metadata = read_metadata(checkpoint / METADATA_NAME)
-    missing, unexpected = _compare(state, metadata)
-    if missing and not partial:
-        named = ", ".join(repr(key) for key in missing[:NAMED_MAX])
-        raise LoadFailed(
-            "load-failed",
-            f"{checkpoint} lacks {len(missing)} of the keys that the state asks for: {named}"
-            + (" ..." if len(missing) > NAMED_MAX else ""),
-            "load(partial=True) leaves them as they are",
+
+class _Load:
+    """One load on one rank; its methods are called in this order."""
+
+    template: Template
+    match: Match
+
+    def __init__(self, checkpoint: Path, options: LoadOptions, rank: int) -> None:
+        self._checkpoint = checkpoint
+        self._options = options
+        self._rank = rank
+        self._is_whole = False
+        self._direct: list[Destination] = []
+        """Filled where they are."""
+        self._checked: list[tuple[Destination, torch.Tensor]] = []
+        """Of casts that may change integers: what is filled first, and the memory behind."""
+        self._values: dict[str, Any] = {}
+        self._reader: BlobReader
+
+    def prepare(self, state: Any) -> None:
+        """Find out what to load, and that it fits. Raises LoadFailed, CorruptCheckpoint,
+        UsageError.
+        """
+        self._is_whole = state is None
+        # First of all, since a `state_dict()` may talk to the other ranks.
+        self.template = read_template({} if state is None else state)
+        if self._options.verify and self._rank == 0:
+            text = index_damage(self._checkpoint)
+            if text:
+                raise _damaged(self._checkpoint, f"{METADATA_NAME}: {text}")
+        metadata = read_metadata(self._checkpoint / METADATA_NAME)
+        self.match = match(
+            self.template,
+            metadata,
+            rank=self._rank,
+            cast=self._options.cast,
+            is_whole=self._is_whole,
+            saved_names=lambda _path: {},
         )
-    with warnings.catch_warnings():
-        # Without torch.distributed one process loads alone, which is what the caller wants.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
-        try:
-            dcp.load(
-                state,
-                storage_reader=FileSystemReader(checkpoint),
-                planner=DefaultLoadPlanner(allow_partial_load=partial),
-                process_group=process_group,
+        boxes, refused = destinations_of(self.match.tensors)
+        self.match.others += [f"{key!r}: {text}" for key, text in refused]
+        self._check()
+        for box in boxes:
+            self._place(box, metadata)
+        self._reader = TorchReader(self._checkpoint, metadata)
+
+    def _check(self) -> None:
+        """Raise LoadFailed with all that does not fit."""
+        found, checkpoint = self.match, self._checkpoint
+        told: list[tuple[str, str, str]] = []
+        mismatch = find_mismatch(found.missing, found.unexpected)
+        missing = listed(list(map(repr, found.missing)))
+        if found.missing and not self._options.partial:
+            hint = "load(partial=True) leaves them as they are"
+            text = f"lacks {len(found.missing)} of the keys that the state asks for: {missing}"
+            told.append(("load-failed", text, mismatch.hint if mismatch else hint))
+        elif mismatch:
+            text = f"holds {mismatch.keys} keys of the state under other names: {missing}"
+            told.append(("load-failed", text, mismatch.hint))
+        elif found.wanted and found.wanted == len(found.missing) and not found.added:
+            held = listed(list(map(repr, found.unexpected)))
+            text = f"holds none of the {found.wanted} keys that the state asks for: {missing}"
+            told.append(("load-failed", text, f"it holds {held}" if held else "it is empty"))
+        for code, count_of, differences, hint in (
+            ("shape-mismatch", "tensors of other shapes than the state", found.shapes,
+             "make the state with the shapes that were saved, or leave these keys out of it"),
+            ("dtype-mismatch", "tensors of other dtypes than the state", found.dtypes,
+             "make the state with the dtypes that were saved, or convert with load(cast=True)"),
+            ("load-failed", "keys that cannot be loaded into", found.others, ""),
+        ):  # fmt: skip
+            if differences:
+                text = f"has {len(differences)} {count_of}: {listed(differences, '; ')}"
+                told.append((code, text, hint))
+        if told:
+            raise LoadFailed(
+                told[0][0],
+                f"{checkpoint} {'; it '.join(text for _, text, _ in told)}",
+                "; ".join(hint for _, _, hint in told if hint),
             )
-            per_rank = _load_per_rank(checkpoint, metadata, rank)
+
+    def _place(self, box: Destination, metadata: Metadata) -> None:
+        """Decide whether a box is filled where it is, or checked before."""
+        described = metadata.state_dict_metadata[box.key]
+        assert isinstance(described, TensorStorageMetadata)
+        saved = described.properties.dtype
+        if box.key in self.match.casts and (_is_whole_number(saved, box.memory.dtype)):
+            scratch = torch.empty(box.memory.shape, dtype=saved)
+            self._checked.append((box._replace(memory=scratch), box.memory))
+        else:
+            self._direct.append(box)
+
+    def read_objects(self) -> None:
+        """Read all that may be refused for what it is. Raises LoadFailed, CorruptCheckpoint."""
+        keys = list(self.match.objects)
+        data = self._reading(lambda: self._reader.objects(keys))
+        refused: dict[str, tuple[str, ...]] = {}
+        for key in keys:
+            try:
+                self._values[key] = load_object(data[key], allow_pickle=self._options.allow_pickle)
+            except ObjectRefused as error:
+                refused[key] = error.names
+            except Exception as error:
+                raise CorruptCheckpoint(
+                    "corrupt",
+                    f"{self._checkpoint} holds an object that cannot be unpickled: {key!r}: "
+                    f"{_first_line(error)}",
+                    f"`milepost verify {self._checkpoint}` tells whether it is damaged",
+                ) from error
+        if refused:
+            raise _unsafe(self._checkpoint, refused)
+        self._reading(lambda: self._reader.fill([box for box, _ in self._checked]))
+        changed = [
+            f"{box.key!r} from {_dtype(box.memory)} to {_dtype(memory)}"
+            for box, memory in self._checked
+            if not _is_exact(box.memory, memory.dtype)
+        ]
+        if changed:
+            raise LoadFailed(
+                "dtype-mismatch",
+                f"{self._checkpoint} has {len(changed)} tensors whose values the cast would "
+                f"change: {listed(changed, '; ')}",
+                "make the state with the dtypes that were saved",
+            )
+
+    def read_tensors(self) -> None:
+        """Fill the tensors of the state, and put everything in its place.
+
+        Raises LoadFailed, CorruptCheckpoint; then some may be filled, others not.
+        """
+        self._reading(lambda: self._reader.fill(self._direct))
+        template, found = self.template, self.match
+        for box, memory in self._checked:
+            memory.copy_(box.memory)
+        self._values.update(found.tensors)
+        for leaf in template.materialised:
+            if leaf.key in found.tensors:
+                leaf.holder[leaf.name] = leaf.value
+        for landing in found.landings:
+            self._put(landing)
+        if self._is_whole:
+            rename_parameters(template.roots)
+        for name, value in template.roots.items():
+            if name not in template.stateful and template.state.get(name, self) is not value:
+                template.state[name] = value
+
+    def hand_over(self) -> None:
+        """Call `load_state_dict()` of the Stateful entries. Raises LoadFailed."""
+        template = self.template
+        for name in template.stateful:
+            try:
+                template.state[name].load_state_dict(template.roots[name])
+            except Exception as error:
+                raise LoadFailed(
+                    "load-failed",
+                    f"the load_state_dict() of {name!r} raised {type(error).__name__}: {error}",
+                ) from error
+
+    def _put(self, landing: Landing) -> None:
+        key, holder, name, base, path, name_of = landing
+        value = self._values[key]
+        if not path:
+            holder[name] = value
+            return
+        if holder[name] is None:
+            holder[name] = [] if isinstance(path[0], int) else {}
+        try:
+            put(holder[name], base, path, value, name_of)
+        except CannotNest as error:
+            if self._is_whole:
+                self.template.roots[key] = value
+                return
+            text = f"{self._checkpoint} holds {key!r}, which has no place in the state"
+            raise LoadFailed("load-failed", text, "leave out what stands there") from error
+
+    def _reading(self, read: Callable[[], _Result]) -> _Result:
+        """Read, and say in our words what went wrong."""
+        try:
+            return read()
         except MilepostError:
             raise
-        except (Exception, CheckpointException) as error:
+        except OSError as error:
             raise LoadFailed(
-                "load-failed",
-                f"{checkpoint} cannot be loaded: {_first_line(error)}",
-                f"`milepost verify {checkpoint}` tells whether it is damaged, `milepost inspect` "
-                "what it holds",
+                "io-error", f"{self._checkpoint} cannot be read: {_first_line(error)}"
             ) from error
-    return LoadReport(
-        step=step,
-        source="storage",
-        per_rank=per_rank,
-        missing=missing,
-        unexpected=unexpected,
-        elapsed_s=time.monotonic() - started_s,
+        except Exception as error:
+            raise CorruptCheckpoint(
+                "corrupt",
+                f"{self._checkpoint} cannot be read: {_first_line(error)}",
+                f"`milepost verify {self._checkpoint}` tells whether it is damaged, `milepost "
+                "inspect` what it holds",
+            ) from error
+
+
+def _unsafe(checkpoint: Path, refused: Mapping[str, tuple[str, ...]]) -> LoadFailed:
+    told = [f"{key!r} of {listed(names)}" for key, names in refused.items()]
+    classes = dict.fromkeys(name.rpartition(".")[2] for names in refused.values() for name in names)
+    return LoadFailed(
+        "unsafe-object",
+        f"{checkpoint} has {len(refused)} objects that name what is not loaded unasked: "
+        f"{listed(told, '; ')}",
+        "if you trust them: torch.serialization.add_safe_globals(["
+        f"{listed(list(classes))}]) allows these, load(allow_pickle=True) anything, and runs "
+        "whatever code the checkpoint names",
     )
 
 
-def _compare(
-    state: Mapping[str, Any], metadata: Metadata
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what the state asks for in vain, and what the checkpoint holds beside."""
-    wanted, _ = flatten(state)
-    held = metadata.state_dict_metadata
-    missing = tuple(key for key in wanted if key not in held)
-    unexpected = tuple(
-        key for key in held if key not in wanted and not key.startswith(f"{PER_RANK}/")
-    )
-    return missing, unexpected
+def _is_whole_number(*dtypes: torch.dtype) -> bool:
+    """Tell whether values of one of these dtypes are integers, which a cast must not change."""
+    return any(not dtype.is_floating_point and not dtype.is_complex for dtype in dtypes)
 
 
-def _load_per_rank(checkpoint: Path, metadata: Metadata, rank: int) -> dict[str, Any]:
-    """Return one rank's own state, nested as it was given."""
-    prefix = per_rank_prefix(rank)
-    keys = {key for key in metadata.state_dict_metadata if key.startswith(prefix)}
-    if not keys:
-        return {}
-    own: dict[str, Any] = {}
-    _load_state_dict(
-        own,
-        storage_reader=FileSystemReader(checkpoint),
-        planner=_ExactKeys(keys),
-        no_dist=True,
-    )
-    return {name[len(prefix) :]: value for name, value in own.items()}
+def _is_exact(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether all values survive the cast."""
+    cast = values.to(dtype)
+    # A sign may get lost on the way there and come back on the way back.
+    return torch.equal(cast.to(values.dtype), values) and _is_below_0(cast) == _is_below_0(values)
 
 
-class _ExactKeys(_EmptyStateDictLoadPlanner):
-    """Loads exactly these flattened keys into an empty state; torch's own planner takes prefixes,
-    by which `per_rank/1/a` would bring `per_rank/1/a.b` along.
-    """
+def _is_below_0(values: torch.Tensor) -> bool:
+    dtype = values.dtype
+    return dtype.is_signed and not dtype.is_complex and bool((values < 0).any())
 
-    def __init__(self, keys: set[str]) -> None:
-        super().__init__(keys=keys)  # type: ignore[no-untyped-call]
 
-    def _should_include_key(self, key: str, metadata: Metadata) -> bool:
-        assert self.keys is not None
-        return key in self.keys
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _first_line(error: BaseException) -> str:
-    """Return what torch's error says, without the tracebacks it carries along."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, (cause, _) = next(iter(failures.items()))
-        return f"rank {rank}: {_first_line(cause)}"
     return f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"

@@ -149,7 +149,9 @@ def _plan(checkpoint: Path) -> _Plan:
         ]
     if manifest is None:
         return _plan_containers(metadata, damages)
-    damages += _index_damage(checkpoint, manifest)
+    text = _index_damage(checkpoint, manifest)
+    if text:
+        damages.append(Damage(file=METADATA_NAME, key="", text=text))
     columns = (manifest.files_of, manifest.offsets, manifest.lengths, manifest.crcs)
     if (
         any(len(column) != len(manifest.keys) for column in columns)
@@ -186,18 +188,28 @@ def _read_index(
     return None
 
 
-def _index_damage(checkpoint: Path, manifest: Manifest) -> list[Damage]:
+def index_damage(checkpoint: Path) -> str:
+    """Return what is wrong with the index's bytes, or nothing; also if there is no manifest that
+    tells.
+    """
+    try:
+        manifest = read_manifest(checkpoint)
+    except (CorruptCheckpoint, OSError):
+        return ""  # `verify` names that.
+    return "" if manifest is None else _index_damage(checkpoint, manifest)
+
+
+def _index_damage(checkpoint: Path, manifest: Manifest) -> str:
     """Compare the index's bytes with the manifest, which knows them since format 1."""
     if manifest.index_crc < 0:
-        return []
+        return ""
     try:
         found = isal_zlib.crc32((checkpoint / METADATA_NAME).read_bytes())
     except OSError:
-        return []  # Whoever tried to read it as an index has said so.
+        return ""  # Whoever tried to read it as an index has said so.
     if found == manifest.index_crc:
-        return []
-    text = f"its checksum is {found:08x}, the manifest has {manifest.index_crc:08x}"
-    return [Damage(file=METADATA_NAME, key="", text=text)]
+        return ""
+    return f"its checksum is {found:08x}, the manifest has {manifest.index_crc:08x}"
 
 
 def _are_inside(names: Iterable[str]) -> bool:

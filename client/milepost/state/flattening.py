@@ -28,19 +28,19 @@ PER_RANK: Final = "per_rank"
 """First component of the top-level names of state that differs by rank."""
 
 
-_LEAF: Final = 0
-_MAPPING: Final = 1
-_LIST: Final = 2
+LEAF: Final = 0
+MAPPING: Final = 1
+LIST: Final = 2
 
 
-def _form(cls: type) -> int:
+def form_of(cls: type) -> int:
     """Return how torch's traversal treats values of a class; tuples and sets are leaves to it."""
     if issubclass(cls, Mapping):
-        return _MAPPING
-    return _LIST if issubclass(cls, list) else _LEAF
+        return MAPPING
+    return LIST if issubclass(cls, list) else LEAF
 
 
-def _is_traversed(values: list[Any]) -> bool:
+def is_traversed(values: list[Any]) -> bool:
     """Tell whether a list is taken apart: it holds a tensor, a mapping, or a list that is taken
     apart.
     """
@@ -49,7 +49,7 @@ def _is_traversed(values: list[Any]) -> bool:
     if any(issubclass(cls, torch.Tensor | Mapping) for cls in classes):
         return True
     return any(issubclass(cls, list) for cls in classes) and any(
-        isinstance(value, list) and _is_traversed(value) for value in values
+        isinstance(value, list) and is_traversed(value) for value in values
     )
 
 
@@ -110,8 +110,8 @@ def _walk(
     for name, value in entries:
         form = forms.get(type(value))
         if form is None:
-            form = forms[type(value)] = _form(type(value))
-        if form == _LEAF or (form == _LIST and not _is_traversed(value)):
+            form = forms[type(value)] = form_of(type(value))
+        if form == LEAF or (form == LIST and not is_traversed(value)):
             flat[f"{prefix}{name}"] = value
             if holder < 0:
                 holder = len(paths.containers)
@@ -119,7 +119,7 @@ def _walk(
             put_holder(holder)
             put_name(name)
         else:
-            is_inner_list = form == _LIST
+            is_inner_list = form == LIST
             inner = enumerate(value) if is_inner_list else _named(value)
             _walk(inner, is_inner_list, f"{prefix}{name}.", (*path, name), flat, paths, forms)
 
@@ -131,16 +131,16 @@ def _raw_paths(
     strings.
     """
     for name, value in entries:
-        form = _form(type(value))
-        if form == _MAPPING:
+        form = form_of(type(value))
+        if form == MAPPING:
             yield from _raw_paths(value.items(), (*path, name))
-        elif form == _LIST and _is_traversed(value):
+        elif form == LIST and is_traversed(value):
             yield from _raw_paths(enumerate(value), (*path, name))
         else:
             yield (*path, name)
 
 
-def _collision(state: Mapping[Any, Any]) -> UsageError:
+def collision(state: Mapping[Any, Any]) -> UsageError:
     """Return the error that names the two paths of the first key that stands for two entries."""
     seen: dict[str, tuple[Any, ...]] = {}
     for path in _raw_paths(state.items(), ()):
@@ -251,5 +251,5 @@ def flatten(state: Mapping[Any, Any]) -> tuple[Flat, Paths]:
             "usage", "the state contains itself, or is nested too deeply", "pass a finite state"
         ) from error
     if len(paths.names) != len(flat):
-        raise _collision(called)
+        raise collision(called)
     return flat, paths

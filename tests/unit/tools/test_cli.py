@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from isal import isal_zlib
+from tests.unit.reading.checkpoints import adopt
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from torch.serialization import set_crc32_options
@@ -60,35 +60,6 @@ def ours(foreign: Path) -> Path:
     """The same with a manifest, as milepost would have written it."""
     adopt(foreign, step=7)
     return foreign
-
-
-def adopt(checkpoint: Path, step: int, save_id: str = "1-1") -> None:
-    """Write the manifest of a checkpoint."""
-    places = [
-        (index.fqn, info.relative_path, info.offset, info.length)
-        for index, info in read_metadata(checkpoint).storage_data.items()
-    ]
-    files = sorted({file for _, file, _, _ in places})
-    content = {file: (checkpoint / file).read_bytes() for file in files}
-    manifest = Manifest(
-        job="a-job",
-        save_id=save_id,
-        step=step,
-        world=1,
-        torch_version="2.13.0",
-        committed_at_ms=1_700_000_000_000,
-        files=tuple(files),
-        file_bytes=tuple(len(content[file]) for file in files),
-        keys=tuple(key for key, _, _, _ in places),
-        files_of=tuple(files.index(file) for _, file, _, _ in places),
-        offsets=tuple(offset for _, _, offset, _ in places),
-        lengths=tuple(length for _, _, _, length in places),
-        crcs=tuple(
-            isal_zlib.crc32(content[file][offset : offset + length])
-            for _, file, offset, length in places
-        ),
-    )
-    (checkpoint / MANIFEST_NAME).write_bytes(encode(manifest))
 
 
 class Run:

@@ -1,0 +1,106 @@
+"""Bytes of a checkpoint's blobs, by torch's own reader.
+
+What is wanted, and where it goes, is decided elsewhere: a `BlobReader` is told keys and memory. It
+is made once a load, and every rank of the group calls the same of its methods in the same order.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from milepost.reading.destinations import Destination
+
+
+class BlobReader(Protocol):
+    """Reads what is wanted of one checkpoint."""
+
+    def objects(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Return the serialised objects under these keys."""
+        ...
+
+    def fill(self, destinations: Sequence[Destination]) -> None:
+        """Fill memory with elements of tensors; of another dtype, as `Tensor.copy_` converts."""
+        ...
+
+
+class TorchReader:
+    """Reads item by item, on one thread, as `torch.distributed.checkpoint.load` does.
+
+    Raises what torch raises: OSError, RuntimeError, KeyError and others for files that are missing
+    or damaged.
+    """
+
+    def __init__(self, checkpoint: Path, metadata: Metadata) -> None:
+        self._reader = FileSystemReader(checkpoint)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=False)
+        self._described = metadata.state_dict_metadata
+
+    def objects(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """See `BlobReader`."""
+        nothing = torch.Size((0,))
+        items = [
+            ReadItem(
+                type=LoadItemType.BYTE_IO,
+                dest_index=MetadataIndex(key),
+                dest_offsets=nothing,
+                storage_index=MetadataIndex(key),
+                storage_offsets=nothing,
+                lengths=nothing,
+            )
+            for key in keys
+        ]
+        planner = _Planner({})
+        self._reader.read_data(LoadPlan(items), planner)
+        return planner.objects
+
+    def fill(self, destinations: Sequence[Destination]) -> None:
+        """See `BlobReader`."""
+        by_key: dict[str, list[Destination]] = {}
+        for destination in destinations:
+            by_key.setdefault(destination.key, []).append(destination)
+        items: list[ReadItem] = []
+        for key, boxes in by_key.items():
+            described = cast("TensorStorageMetadata", self._described[key])
+            chunks = [
+                ChunkStorageMetadata(torch.Size(box.offsets), box.memory.size()) for box in boxes
+            ]
+            items += create_read_items_for_chunk_list(key, described, chunks)
+        self._reader.read_data(LoadPlan(items), _Planner(by_key))
+
+
+class _Planner(DefaultLoadPlanner):
+    """Takes what torch's reader reads to where it is wanted; it has nothing to plan."""
+
+    def __init__(self, destinations: dict[str, list[Destination]]) -> None:
+        super().__init__()
+        self._destinations = destinations
+        self.objects: dict[str, bytes] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.objects[read_item.dest_index.fqn] = value.getvalue()
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        index = read_item.dest_index
+        assert index.index is not None
+        memory = self._destinations[index.fqn][index.index].memory
+        for dim, (at, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            if length < memory.size(dim):
+                memory = memory.narrow(dim, at, length)
+        return memory

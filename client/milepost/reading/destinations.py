@@ -1,0 +1,49 @@
+"""Where the elements of tensors go: each tensor that is loaded as boxes of memory on this rank.
+
+Boxes are found as for saving, so that whatever can be saved can be loaded into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from milepost.state.collecting import sort_out
+from milepost.state.tensors import Sort, sort_of
+from milepost.wire.offers import Box, Kind
+
+
+class Destination(NamedTuple):
+    """A box of a tensor, and the memory it is to fill; `memory` has the box's sizes."""
+
+    key: str
+    offsets: Box
+    memory: torch.Tensor
+
+
+def destinations_of(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[list[Destination], list[tuple[str, str]]]:
+    """Return the boxes of tensors that this rank holds, and key and reason of each tensor that
+    cannot be filled.
+
+    A DTensor outside its mesh has none.
+    """
+    items, faults = sort_out(tensors, {})
+    found = [
+        Destination(key, tuple(offsets) if kind != Kind.OBJECT else (0,) * source.dim(), source)
+        for key, kind, source, offsets in zip(
+            items.keys, items.kinds, items.sources, items.offsets, strict=True
+        )
+    ]
+    refused = []
+    for key, text in faults:
+        value = tensors[key]
+        # Subclasses with operations of their own may be copied to, which is all that torch asks.
+        if sort_of(type(value)) is Sort.REFUSED:
+            found.append(Destination(key, (0,) * value.dim(), value))
+        else:
+            refused.append((key, text))
+    return [each._replace(memory=each.memory.detach()) for each in found], refused
