@@ -1,14 +1,14 @@
 """Shared memory: one file per rank with a header and slots, mapped by the trainer and by its node's
 daemon.
 
-Owns the file's form: [header page][layout table][record area of each slot][image of each slot],
-every part starting on a page. Knows nothing of tensors (staging does), of checkpoint directories
-(storage does), of how memory is taken (pages does) or of pinning, and never imports torch. The file
-outlives both processes: what was sealed in a slot can be read by whoever opens the file next. It
-holds one descriptor, inside the mapping. multiprocessing.shared_memory is not used: before Python
-3.13 the first process to exit unlinks the segment under the other one.
+Owns the file's form: [header page][layout table][record area of each slot][image of each slot].
+Every part starts on a page. Knows nothing of tensors (`staging` does), of checkpoint directories
+(`storage` does), of how memory is reserved (`pages` does) or of pinning, and never imports torch.
+The file outlives both processes: whoever opens it next can read what was sealed in a slot. An open
+arena holds one file descriptor, inside the mapping. multiprocessing.shared_memory is not used:
+before Python 3.13 the first process to exit unlinks the segment while the other still needs it.
 
-A slot's state is one byte, so it is never torn; the record is written before the state says STAGED
+A slot's state is one byte, so it is never torn; the record is written before the state says STAGED,
 and carries a CRC. Sources: mmap(2), tmpfs(5).
 """
 
@@ -49,13 +49,13 @@ _CRC: Final = struct.Struct("<I")
 _RECORD: Final = struct.Struct("<II")
 """Length and CRC-32 of a slot's record."""
 _RECORD_AT: Final = 8
-"""In a slot's record area: the state byte stands at 0, this head here, the record behind it."""
+"""In a slot's record area: the state byte is at 0, `_RECORD` here, and the record follows it."""
 _DATA_AT: Final = _RECORD_AT + _RECORD.size
 _LAYOUT_ID_BYTES: Final = 64
 
 
 class SlotState(IntEnum):
-    """What a slot holds; the byte stands in the file."""
+    """What a slot holds; the value is a byte in the file."""
 
     FREE = 0
     STAGING = 1
@@ -83,14 +83,14 @@ class SlotRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_bytes(objects: int) -> int:
-    """Return a record area's size that is enough for so many objects, and for names of any length
-    milepost takes.
+    """Return the size of a record area that is enough for this many objects, and for the longest
+    names that milepost accepts.
     """
     return 2 * PAGE_BYTES + 30 * objects
 
 
 class _Shape(NamedTuple):
-    """Sizes of the parts, from which all offsets follow. Image and record bytes are whole pages."""
+    """Sizes of the parts; all offsets follow from them. Image and record bytes are whole pages."""
 
     slots: int
     image_bytes: int
@@ -126,14 +126,14 @@ class Slot:
 
     @property
     def state(self) -> SlotState:
-        """What the slot holds now. Raises Rejected("arena-invalid") if the byte means nothing."""
+        """What the slot holds now. Raises Rejected("arena-invalid") if the byte is no state."""
         try:
             return SlotState(self._control[0])
         except ValueError:
             raise self._invalid(f"state {self._control[0]}") from None
 
     def begin(self) -> None:
-        """Declare that the image is being filled: whatever it held is void."""
+        """Declare that the image is being filled; what it held is lost."""
         self._control[0] = SlotState.STAGING
 
     def seal(self, record: SlotRecord) -> None:
@@ -175,7 +175,7 @@ class Slot:
         self._control[0] = SlotState.FREE
 
     def close(self) -> None:
-        """Let go of the memory as far as nothing else refers to it."""
+        """Release the memory, unless something else still refers to it."""
         for view in (self.image, self._control):
             with suppress(BufferError):
                 view.release()
@@ -231,8 +231,8 @@ class Arena:
         image_bytes: int,
         record_bytes: int,
     ) -> Arena:
-        """Make the file with all its memory reserved, all slots free, and map it. Nothing remains
-        of a failure.
+        """Make the file with all its memory reserved and all slots free, and map it. After a
+        failure there is no file.
 
         Args:
             table: packed rows.
@@ -240,9 +240,9 @@ class Arena:
             record_bytes: least size of a record area, see `record_bytes()`.
 
         Raises:
-            Rejected: "shm-too-small" before anything is staged, if the directory or the memory
-                left to this process is too small; "arena-invalid" if the file exists.
-            StorageError: the directory is missing or refused.
+            Rejected: "shm-too-small" if the file system or the memory that this process may use is
+                too small, or the directory is missing; "arena-invalid" if the file exists.
+            StorageError: the system refused.
         """
         name = layout_id.encode()
         if not 0 < len(name) <= _LAYOUT_ID_BYTES or slots < 1:
@@ -290,14 +290,15 @@ class Arena:
 
     @classmethod
     def open(cls, path: Path) -> Arena:
-        """Map an arena that another process made, after checking that it is one, and ours.
+        """Map an arena that another process made. Checks that it is one, and that it is this
+        user's.
 
         Raises:
             Rejected: "arena-invalid": missing, not a regular file of this user, wrong magic,
                 version, size or CRC.
         """
         try:
-            # Non-blocking, so that a pipe under that name cannot hold us.
+            # Non-blocking, so that a pipe of that name cannot block us.
             flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(path, flags)
         except OSError as error:
@@ -331,18 +332,16 @@ class Arena:
     def fault_in(self, threads: int | None = None) -> None:
         """Map every page, so that the first copy is as fast as the next; contents do not change.
 
-        Holds no GIL for long and may run beside staging. Cost: about a second per GiB and thread
-        where pages are new.
+        Never holds the GIL for long, and may run beside staging. Where pages are new it takes a
+        thread about a second per GiB.
 
         Args:
-            threads: among which the pages are shared out; None: as many as pay off.
+            threads: how many share the work; None: as many as help.
         """
         pages.fault_in(self._map, threads)
 
     def close(self) -> None:
-        """Unmap, and close the descriptor. Views that are still in use keep the memory until they
-        go.
-        """
+        """Unmap, and close the descriptor. Views that are still in use keep the memory mapped."""
         for slot in self.slots:
             slot.close()
         with suppress(BufferError):
@@ -350,10 +349,10 @@ class Arena:
             self._map.close()
 
     def free(self) -> None:
-        """Give the images' memory back at once, although others may still map the file: what they
-        read is zeros. Only for an arena all of whose slots are free.
+        """Give the memory back to the system, even if other processes still map the file: they
+        read zeros from then on. Only for an arena whose slots are all free.
         """
-        # Without it the daemon's mapping would hold the memory until it opens the next arena.
+        # Else the daemon's mapping would keep the memory until it opens the next arena.
         with suppress(OSError):
             self._map.madvise(mmap.MADV_REMOVE)
 
@@ -368,7 +367,7 @@ def arena_dir() -> Path:
 
 
 def arena_path(job: str, attempt: int, rank: int, generation: int) -> Path:
-    """Return the file of one arena; a new layout of an attempt's rank is a new generation."""
+    """Return the file of one arena; each new layout of a rank is a new generation."""
     return arena_dir() / f"{_prefix(job)}{attempt}-r{rank}-g{generation}"
 
 
@@ -382,16 +381,14 @@ class ArenaFile(NamedTuple):
 
 
 def find_arenas(job: str) -> list[ArenaFile]:
-    """Return this user's arena files of a job, of all attempts, oldest first: to restore from, then
-    to remove.
-    """
+    """Return this user's arena files of a job, of all attempts, oldest first."""
     pattern = re.compile(re.escape(_prefix(job)) + r"(\d+)-r(\d+)-g(\d+)")
     directory = arena_dir()
     found = []
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
-        return []  # where no arena can lie; who makes one is told so
+        return []  # No arena can be there. `Arena.create` reports the missing directory.
     for name in names:
         if match := pattern.fullmatch(name):
             attempt, rank, generation = (int(number) for number in match.groups())

@@ -1,7 +1,8 @@
-"""Memory of a memory file system for one file: whether there is enough, taking it, mapping it.
+"""The memory of one file on a memory file system: whether there is enough, reserving it, mapping
+it.
 
-Owns the limits that are looked at before anything is taken, and how pages are touched: in pieces,
-by several threads, huge where the mount allows. Knows nothing of what lies in the file.
+Owns the limits that are checked before anything is reserved, and how pages are touched: in pieces,
+by several threads, huge where the mount allows. Knows nothing of what is in the file.
 
 Sources: posix_fallocate(3), madvise(2), tmpfs(5), proc_pid_mountinfo(5), the kernel's
 admin-guide/mm/transhuge, cgroup v1 and v2 memory controllers.
@@ -30,15 +31,15 @@ _MADV_DONTFORK: Final = 10
 _MADV_POPULATE_WRITE: Final = 23
 
 _FAULT_PIECE_BYTES: Final = 64 << 20
-"""One madvise call: long enough to be efficient, short enough that a signal is served in between.
+"""One madvise call: long enough to be efficient, short enough that signals are handled in between.
 """
 
 FAULT_THREADS_MAX: Final = 4
-"""More gain little: the kernel clears pages as fast as memory allows."""
+"""More threads gain little: the kernel clears pages as fast as memory allows."""
 
 _RESERVE_PIECE_BYTES: Final = 256 << 20
-"""One fallocate call: tmpfs starts a call anew when a signal arrives, so one call for all might
-never end.
+"""One fallocate call: tmpfs starts a call again when a signal arrives, so one call for the whole
+file might never end.
 """
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
@@ -49,12 +50,12 @@ _SHM_HINT: Final = (
 )
 
 
-# --- how much there is --------------------------------------------------------------------------
+# --- is there enough ----------------------------------------------------------------------------
 
 
 def memory_free(own: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes this process may still take: the machine's, or what its control groups leave
-    if that is less.
+    """Return how many bytes this process may still use: what the machine has, or what its control
+    groups leave if that is less.
     """
     free: int = psutil.virtual_memory().available
     for group, limit_name, used_name, prefix in _memory_groups(own, mount):
@@ -65,7 +66,7 @@ def memory_free(own: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/
         except (OSError, ValueError):
             continue  # No limit here, or the memory controller is off.
         if limit.isdecimal():
-            # Page cache goes when memory is wanted; memory file systems are not counted among it.
+            # Page cache is given up when memory is wanted. Memory file systems do not count as it.
             cache = sum(
                 int(fields.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active")
             )
@@ -74,8 +75,8 @@ def memory_free(own: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/
 
 
 def _memory_groups(own: Path, mount: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Yield this process's memory groups, innermost first, each with the names of its files for v1
-    or v2.
+    """Yield this process's memory groups, innermost first, each with the names of its files (which
+    differ between cgroup v1 and v2).
     """
     try:
         lines = own.read_text().splitlines()
@@ -90,7 +91,7 @@ def _memory_groups(own: Path, mount: Path) -> Iterator[tuple[Path, str, str, str
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         else:
             continue
-        # In a container the path may name what only the host sees; the top of the mount is then
+        # In a container the path may be one that only the host has; the top of the mount is then
         # the container's own group.
         parts = () if ".." in path else Path(path.lstrip("/")).parts
         for count in range(len(parts), -1, -1):
@@ -106,12 +107,13 @@ def _too_small(directory: Path, wanted: int, free: int, of: str) -> Rejected:
 
 
 def _free_bytes(directory: Path) -> int | None:
-    """Return what the file system has left; None if it has no limit of its own."""
+    """Return the free bytes of the file system; None if it has no limit of its own."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
 def check_room(directory: Path, wanted: int) -> None:
+    """Raise Rejected("shm-too-small") if a file of `wanted` bytes would not fit."""
     free = _free_bytes(directory)
     if free is not None and wanted > free:
         raise _too_small(directory, wanted, free, "the file system")
@@ -120,17 +122,17 @@ def check_room(directory: Path, wanted: int) -> None:
         raise _too_small(directory, wanted, memory, "memory")
 
 
-# --- taking it ----------------------------------------------------------------------------------
+# --- reserving it -------------------------------------------------------------------------------
 
 
 def reserve(path: Path, descriptor: int, nbytes: int) -> None:
-    """Take all pages of a new file now: a shortage is an error here, where a sparse file would be
+    """Reserve all pages of a new file: a shortage is an error now, where a sparse file would raise
     SIGBUS at the first touch.
 
     Raises Rejected("shm-too-small"); OSError for anything else.
     """
     if _may_be_huge(path.parent):
-        _take_huge(descriptor, nbytes)
+        _reserve_huge(descriptor, nbytes)
     for at in range(0, nbytes, _RESERVE_PIECE_BYTES):
         try:
             os.posix_fallocate(descriptor, at, min(_RESERVE_PIECE_BYTES, nbytes - at))
@@ -142,28 +144,28 @@ def reserve(path: Path, descriptor: int, nbytes: int) -> None:
 
 
 def _may_be_huge(directory: Path) -> bool:
-    """Tell whether the mount gives huge pages to who asks for them (tmpfs mounted with
-    `huge=advise`); with `always` and `within_size` it gives them to everybody.
+    """Return whether the mount gives huge pages on request (tmpfs mounted with `huge=advise`); with
+    `always` and `within_size` it gives them without being asked.
     """
     try:
         device = os.stat(directory).st_dev
-        # A mount point is any bytes; the kernel escapes line feeds and blanks in it, no others.
+        # As bytes: a mount point can contain any, and only line feeds and blanks are escaped.
         lines = Path("/proc/self/mountinfo").read_bytes().split(b"\n")
     except OSError:
         return False
     name = f"{os.major(device)}:{os.minor(device)}".encode()
     for line in lines:
-        # Id, parent, device, ..., and the options of the file system last.
+        # Id, parent, device, ..., and last the options of the file system.
         fields = line.split(b" ")
         if len(fields) > 3 and fields[2] == name and b"huge=advise" in fields[-1].split(b","):
             return True
     return False
 
 
-def _take_huge(descriptor: int, nbytes: int) -> None:
-    """Take all of it in huge pages, which fallocate(2) never asks for; or nothing.
+def _reserve_huge(descriptor: int, nbytes: int) -> None:
+    """Reserve the file in huge pages, which fallocate(2) never asks for; all of it or nothing.
 
-    To write them directly takes a third of the system's time, and to free them next to none.
+    Writing them with direct I/O takes a third of the system time, and freeing them almost none.
     """
     refused: list[int] = []
     os.ftruncate(descriptor, nbytes)
@@ -174,13 +176,13 @@ def _take_huge(descriptor: int, nbytes: int) -> None:
             return
         _touch_all(mapping, None, lambda at, length: refused.append(at))
     if refused:
-        # Whoever takes small ones can tell what is missing.
+        # Small pages are reserved next; a shortage is reported there.
         os.ftruncate(descriptor, 0)
 
 
 def keep_from_children(mapping: mmap.mmap) -> None:
-    """Leave the mapping out of forked children: they would keep the memory long after this process
-    has given it back.
+    """Exclude the mapping from forked children: they would keep the memory long after this process
+    has released it.
     """
     anchor = ctypes.c_char.from_buffer(mapping)
     _LIBC.madvise(
@@ -192,15 +194,15 @@ def keep_from_children(mapping: mmap.mmap) -> None:
 
 
 def fault_in(mapping: mmap.mmap, threads: int | None = None) -> None:
-    """Map every page of a file; contents do not change. Holds no GIL for long.
+    """Map every page of a file; contents do not change. Never holds the GIL for long.
 
     Args:
-        threads: among which the pages are shared out; None: one for every second core that this
-            process may use, up to `FAULT_THREADS_MAX`.
+        threads: how many share the work; None: one for every second core that this process may
+            use, up to `FAULT_THREADS_MAX`.
     """
 
     def read(at: int, length: int) -> None:
-        # For kernels before 5.14. Reading, since staging may be writing there.
+        # For kernels before 5.14. It only reads, since staging may be writing there.
         with memoryview(mapping) as view:
             bytes(view[at : at + length : PAGE_BYTES])
 
@@ -210,18 +212,18 @@ def fault_in(mapping: mmap.mmap, threads: int | None = None) -> None:
 def _touch_all(
     mapping: mmap.mmap, threads: int | None, otherwise: Callable[[int, int], None]
 ) -> None:
-    """Have the kernel make every page of a mapping there and writable, and change none.
+    """Have the kernel map every page of a mapping as writable, without changing any.
 
     Args:
         threads: see `fault_in`.
-        otherwise: called with offset and length of a piece that the kernel refuses.
+        otherwise: called with offset and length of each piece that the kernel refuses.
     """
     if threads is None:
         threads = min(FAULT_THREADS_MAX, max(1, len(os.sched_getaffinity(0)) // 2))
-    # Also keeps `close` from unmapping meanwhile.
+    # A mapping cannot be closed while the anchor is there.
     anchor = ctypes.c_char.from_buffer(mapping)
     start, nbytes = ctypes.addressof(anchor), len(mapping)
-    # Each takes the next piece: `next` on a range's iterator is one step under the GIL.
+    # Each thread takes the next piece: `next` on a range's iterator is atomic under the GIL.
     pieces = iter(range(0, nbytes, _FAULT_PIECE_BYTES))
 
     def work() -> None:
@@ -232,7 +234,7 @@ def _touch_all(
 
     others: list[threading.Thread] = []
     try:
-        # A thread that cannot be had costs time only.
+        # Without further threads it only takes longer.
         with suppress(RuntimeError):
             for _ in range(threads - 1):
                 other = threading.Thread(target=work, name="milepost-fault-in", daemon=True)
@@ -240,8 +242,7 @@ def _touch_all(
                 others.append(other)
         work()
     finally:
-        # Also after an interrupt nobody may go on where the caller is about to unmap, which is
-        # refused as long as the anchor is there.
+        # After an interrupt, too, no thread may touch what the caller is about to unmap.
         for _ in pieces:
             pass
         for each in others:
@@ -250,6 +251,7 @@ def _touch_all(
 
 
 def _populate(address: int, length: int) -> bool:
+    """Have the kernel map a range of pages; return False if it refuses."""
     while _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
         if ctypes.get_errno() not in (errno.EINTR, errno.EAGAIN):
             return False
