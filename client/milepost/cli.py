@@ -1,8 +1,8 @@
 """The `milepost` command: what can be done with checkpoints and daemons from a shell.
 
-Owns arguments, output and exit codes; the work is in `milepost.tools`. Data goes to stdout, all
-else to stderr. Exit codes: 0 done; 1 damage was found, or the work failed; 2 a usage error, which
-includes a path that is no checkpoint; 3 no daemon answers.
+Owns arguments, output and exit codes; the work is in `milepost.tools`. Data goes to stdout,
+everything else to stderr. Exit codes: 0 done; 1 damage was found, or the work failed; 2 a usage
+error, which includes a path that is not a checkpoint; 3 no daemon answers.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ WATCH_S = 1.0
 """How often `--watch` asks."""
 
 DAMAGES_SHOWN_MAX = 50
-"""More are counted only; `--json` has them all."""
+"""Further ones are only counted; `--json` has all."""
 
 WIDTH_PIPED = 100_000
-"""Columns where stdout is no terminal: lines are for `grep` then, and never broken."""
+"""Columns if stdout is not a terminal: lines are for `grep` then, and are never broken."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -74,7 +74,7 @@ def milepost(
         typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version."),
     ] = False,
 ) -> None:
-    """Look at, check and thin out checkpoints; see what a node's daemon is doing."""
+    """Look at, check and remove checkpoints; see what a node's daemon is doing."""
 
 
 @app.command()
@@ -82,7 +82,8 @@ def status(
     run_dir: Annotated[
         Path | None,
         typer.Option(
-            "--run-dir", help="The daemon's; default: $MILEPOST_RUN_DIR, else the user's."
+            "--run-dir",
+            help="The daemon's run directory; default: $MILEPOST_RUN_DIR, else the user's.",
         ),
     ] = None,
     url: Annotated[
@@ -91,7 +92,7 @@ def status(
     as_json: AsJson = False,
     watch: Annotated[bool, typer.Option("--watch", help="Ask again every second.")] = False,
 ) -> None:
-    """Show what is saved, running, stuck, and why. Exit 3: no daemon answers."""
+    """Show what is saved, running or stuck, and why. Exit 3: no daemon answers."""
     from milepost.tools.status import fetch, render
 
     if run_dir is not None and url:
@@ -135,7 +136,7 @@ def _watch(ask: Callable[[], dict[str, Any]]) -> None:
 
 @app.command("list")
 def list_(root: RootPath, as_json: AsJson = False) -> None:
-    """List committed checkpoints, newest first, and apart from them what is none (yet)."""
+    """List committed checkpoints, newest first, and apart from them unfinished saves."""
     from milepost.tools.listing import list_root
     from milepost.tools.status import moment, new_table
 
@@ -220,15 +221,15 @@ def inspect(checkpoint: CheckpointPath, as_json: AsJson = False) -> None:
 
 @app.command()
 def verify(checkpoint: CheckpointPath, as_json: AsJson = False) -> None:
-    """Check every length and checksum, also of checkpoints of stock torch.
+    """Check every length and checksum, also of checkpoints that stock torch wrote.
 
-    Damages go to stderr, the verdict to stdout. Exit 0: whole; 1: damaged; 2: no checkpoint there.
+    Damage goes to stderr, the verdict to stdout. Exit 0: whole; 1: damaged; 2: not a checkpoint.
     """
     from milepost.tools.listing import require_directory
     from milepost.tools.status import counted
 
-    found = _verify(require_directory(checkpoint))
-    # What is wrong first, the verdict last, where a terminal's reader looks.
+    found = _verify_with_progress(require_directory(checkpoint))
+    # The verdict comes last, where one looks first in a terminal.
     _report_damages(found.damages)
     if found.unchecked:
         keys = counted(len(found.unchecked), "key")
@@ -246,7 +247,7 @@ def verify(checkpoint: CheckpointPath, as_json: AsJson = False) -> None:
         raise typer.Exit(EXIT_DAMAGED)
 
 
-def _verify(checkpoint: Path) -> Verification:
+def _verify_with_progress(checkpoint: Path) -> Verification:
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -276,7 +277,7 @@ def _report_damages(damages: Sequence[Damage]) -> None:
         keys_of.setdefault((damage.file, damage.text), []).append(damage.key)
     shown = list(keys_of.items())[:DAMAGES_SHOWN_MAX]
     for (file, text), keys in shown:
-        # A file that is missing is one damage to each of its tensors.
+        # A missing file is a damage of each of its tensors.
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
         _complain(f"{file}{', ' if keys[0] else ''}{keys[0]}{more}: {text}")
     left = len(damages) - sum(len(keys) for _, keys in shown)

@@ -1,12 +1,12 @@
-"""The bytes torch.save puts around a payload: made once per shape and dtype, then reused.
+"""The bytes that torch.save puts around a payload: made once per shape and dtype, then reused.
 
-Owns what lies inside one blob of a `.distcp` file; where blobs lie in the file is `layout`'s
-affair, and nothing here knows of images, ranks or plans. A container is a complete torch.save
-archive: a zip whose one large entry, `data/0`, is stored uncompressed and holds the payload. torch
-itself tells where the payload goes (`skip_data`), and the zip's own directory tells where its
-CRC-32 stands, so no byte of the form is written down here.
+Owns what is inside one blob of a `.distcp` file; `format.layout` says where blobs lie in the file,
+and nothing here knows of images, ranks or plans. A container is a complete torch.save archive: a
+zip whose one large entry, `data/0`, is stored uncompressed and holds the payload. torch itself says
+where the payload goes (`skip_data`), and the zip's own directory says where its CRC-32 is, so no
+byte of the form is written down here.
 
-What differs from a container that stock torch wrote around the same payload:
+Only two things differ from a container that stock torch wrote around the same payload:
 `.data/serialization_id`, which torch derives from the CRCs of the records and never checks, and the
 CRC fields until they are patched.
 
@@ -29,15 +29,15 @@ from milepost.errors import UsageError
 from milepost.format.layout import LARGE_BYTES
 
 TEMPLATES_MAX: Final = 4096
-"""Templates kept, about 2 KiB each; beyond these, each that fell out costs 0.1 ms again."""
+"""Templates kept, about 2 KiB each; one that was dropped costs 0.1 ms again."""
 
 
 def _storable_dtypes() -> dict[str, torch.dtype]:
     """Return the dtypes of the plain dense tensors that torch saves and loads, by name.
 
-    What torch has beyond these: quantised dtypes, whose tensors carry scales that a payload does
-    not, and integers below a byte (`int4`, `uint1`), for which torch.save itself has no storage
-    type. torch's aliases (`half`) resolve to the same dtype, whose own name is the one kept.
+    Left out are quantised dtypes, whose tensors have scales that a payload lacks, and integers
+    below a byte (`int4`, `uint1`), for which torch.save itself has no storage type. An alias
+    (`half`) is the same dtype as its full name (`float16`), which is the one kept.
     """
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     names = {str(dtype).removeprefix("torch."): dtype for dtype in dtypes}
@@ -85,10 +85,10 @@ def dtype_from_name(name: str) -> torch.dtype:
 class Template(NamedTuple):
     """A container without its payload. Positions are in bytes from the container's first byte.
 
-    prefix, suffix: what lies before and after the payload. payload_at == len(prefix). crc_at,
-    central_crc_at: where the payload's CRC-32 stands as 4 little-endian bytes, in the data
-    descriptor and in the central directory; both lie in the suffix and hold 0 until patched. An
-    empty payload has no data descriptor: then both are the central one, and the 0 there is right.
+    prefix, suffix: what is before and after the payload. payload_at == len(prefix). crc_at,
+    central_crc_at: where the payload's CRC-32 is, as 4 little-endian bytes: in the data descriptor
+    and in the central directory; both are in the suffix and hold 0 until patched. An empty payload
+    has no data descriptor: then both are the central one, and the 0 there is right.
     """
 
     prefix: bytes
@@ -101,13 +101,13 @@ class Template(NamedTuple):
 
 
 class _Recorder:
-    """A file to torch.save: keeps what is written, and where `skip_data` skipped the payload."""
+    """A file for torch.save: keeps what is written, and where `skip_data` skipped the payload."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self.end = 0
         self.gaps: list[tuple[int, int, int]] = []
-        """(number of parts before it, offset, length) of each range seeked over."""
+        """(number of parts before it, offset, length) of each range that was skipped."""
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         part = bytes(data)
@@ -116,7 +116,7 @@ class _Recorder:
         return len(part)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        # torch only ever moves ahead from where it stands; anything else would need a real file.
+        # torch only moves ahead from the current position; anything else would need a real file.
         if whence != io.SEEK_CUR or offset < 0:
             raise io.UnsupportedOperation(f"seek({offset}, {whence})")
         self.gaps.append((len(self.parts), self.end, offset))
@@ -134,11 +134,11 @@ _STAND_IN: Final = ctypes.c_uint8(0)
 
 
 def _payload_stand_in(payload_bytes: int) -> torch.Tensor:
-    """Return a uint8 tensor of this length that must be neither read nor written.
+    """Return a uint8 tensor of this length, which nobody may read or write.
 
-    A large one only claims its length and points at a single byte: torch.empty would be refused
-    where the tensor is larger than this host's memory, and filled, page by page, under torch's
-    deterministic mode.
+    A large one only claims its length and points at a single byte: torch.empty would be refused for
+    a tensor larger than this host's memory, and would fill the memory in torch's deterministic
+    mode.
     """
     if payload_bytes < LARGE_BYTES:
         return torch.empty(payload_bytes, dtype=torch.uint8, device="cpu")
@@ -150,8 +150,8 @@ def _payload_stand_in(payload_bytes: int) -> torch.Tensor:
 def template(shape: tuple[int, ...], dtype: torch.dtype) -> Template:
     """Return the container of a contiguous CPU tensor of this kind, as stock DCP writes it.
 
-    Neither allocates nor touches memory for the payload, whatever its size. Costs about 0.1 ms,
-    once per shape and dtype while it is cached; the result is shared. Any thread.
+    Allocates no memory for the payload, whatever its size. Takes about 0.1 ms, once per shape and
+    dtype while it is cached; the result is shared. Any thread.
 
     Raises: UsageError for a dtype without a plain payload.
     """
@@ -168,7 +168,7 @@ def template(shape: tuple[int, ...], dtype: torch.dtype) -> Template:
         prefix = b"".join(recorder.parts[:parts_before])
         suffix = b"".join(recorder.parts[parts_before:])
     else:
-        # Nothing is skipped: the empty payload stands after its entry's header, like any other.
+        # Nothing is skipped: the empty payload follows its entry's header, like any other.
         assert not recorder.gaps, (shape, dtype, recorder.gaps)
         whole = b"".join(recorder.parts)
         payload_at = _payload_entry(whole, 0).payload_at(whole)
@@ -201,24 +201,24 @@ _LOCATOR64: Final = struct.Struct("<4s4xQ4x")
 
 
 class _PayloadEntry(NamedTuple):
-    """Where the central directory says the payload is; offsets from the container's start."""
+    """The payload's entry in the central directory; offsets are from the container's start."""
 
     header_at: int
     crc_at: int
 
     def payload_at(self, prefix: bytes) -> int:
-        """Return where the entry's data begin, from its local header, which lies in `prefix`."""
+        """Return where the entry's data begin, by its local header, which is in `prefix`."""
         signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(prefix, self.header_at)
         assert signature == b"PK\x03\x04"
         return self.header_at + _LOCAL_HEADER.size + int(name_bytes) + int(extra_bytes)
 
 
 def _payload_entry(tail: bytes, tail_at: int) -> _PayloadEntry:
-    """Find the payload's entry in the directory of a zip, of which `tail` is all from `tail_at` on.
+    """Find the payload's entry in the directory of a zip; `tail` is the zip from `tail_at` on.
 
-    The archive is torch's own, so a deviation is a fault of ours (a new torch, say) and not damage:
-    it is asserted. The offset of the local header fits 32 bits, since what torch writes before the
-    payload is a few hundred bytes.
+    torch has just written the archive, so a deviation is a bug here (with a new torch, say) and not
+    damage: it is asserted. The offset of the local header fits 32 bits, since torch writes only a
+    few hundred bytes before the payload.
     """
     end_at = len(tail) - _END.size
     signature, count, directory_at = _END.unpack_from(tail, end_at)
@@ -244,12 +244,12 @@ def _payload_entry(tail: bytes, tail_at: int) -> _PayloadEntry:
 def serialise(key: str, value: object) -> bytes:
     """Return what stock DCP writes for an object: its torch.save archive.
 
-    Raises: UsageError ("unpicklable") that names the key and says what the pickler objected to.
+    Raises: UsageError ("unpicklable"), naming the key and what the pickler refused.
     """
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-    # A class's own __reduce__ may raise anything; whatever it is, the object cannot be saved.
+    # A class's own __reduce__ may raise anything; the object cannot be saved, whatever it is.
     except Exception as error:
         raise UsageError(
             "unpicklable",

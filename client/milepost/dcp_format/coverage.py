@@ -1,4 +1,4 @@
-"""Whether an index describes whole tensors: its shards tile, and a file holds each of them."""
+"""Whether an index describes whole tensors: the shards tile each, and a file holds each shard."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from milepost.format.tiling import GAP, IndexProblem, check_tiling
 
 
 def index_problems(metadata: Metadata) -> list[IndexProblem]:
-    """Check that the shards of each tensor tile it, and that a file holds every shard and
-    object.
-    """
+    """Check that the shards of each tensor tile it, and that a file holds each shard and object."""
     problems = []
-    # Equality of MetadataIndex goes by key and offset; a whole tensor may have been stored without.
+    # A MetadataIndex is its key and offset; a whole tensor may have been stored without an offset.
     held = {(index.fqn, index.offset) for index in metadata.storage_data}
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):

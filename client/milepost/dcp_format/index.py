@@ -1,9 +1,9 @@
 """`.metadata`: torch's index of a checkpoint, built from offers and read back without trusting it.
 
 Owns the step from our columns (offers, assignments, where objects lie) to torch's `Metadata`, its
-pickled form, and the only unpickling milepost does. Knows nothing of files it does not name, of
-sockets or of how a plan came about. The pickle holds classes of torch and nothing of ours, so that
-stock torch reads it wherever milepost is not installed.
+pickled form, and the reading of that. Knows nothing of data files but their names, nothing of
+sockets or of how plans are made. The pickle holds classes of torch and none of milepost's, so that
+stock torch reads it where milepost is not installed.
 
 Sources: torch/distributed/checkpoint/{metadata,default_planner,planner_helpers,filesystem}.py
 (2.13) for what is written; torch 2.0-2.12 for what may be read.
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from milepost.wire.offers import Offer
 
 PICKLE_PROTOCOL: Final = 4
-"""What stock torch writes with the Pythons it supports; named, so that a newer Python's default
-does not make a checkpoint unreadable to an older one."""
+"""What stock torch writes with the Pythons it supports. Fixed, since the default of a newer Python
+would make a checkpoint unreadable to an older one."""
 
 _Described: TypeAlias = dict[str, TensorStorageMetadata | BytesStorageMetadata]
 
@@ -64,19 +64,19 @@ def build_metadata(
     save_id: str,
     checkpoint_id: str,
 ) -> Metadata:
-    """Return the index of a checkpoint, meaning the same as what stock DCP would have written.
+    """Return the index of a checkpoint, equivalent to what stock DCP would have written.
 
-    Ranks count in ascending order and items in the order of their offer, as stock counts plans. A
-    replica that two ranks were assigned (both had staged it before there was a plan) counts once,
-    from the lower rank; an empty box that begins where another does is left out. With a user's
-    planner (`final` and `metadata` in rank 0's offer) what it described is taken as it is, and only
-    the places are added.
+    Ranks come in ascending order and items in the order of their offer, as in stock's plans. A
+    replica that two ranks were assigned (both had staged it before there was a plan) is listed
+    once, in the lower rank's file; an empty box that begins where another does is left out. With a
+    user's planner (`final` and `metadata` in rank 0's offer) its description is taken as it is, and
+    only the places are added.
 
     Args:
         offers: of every rank of the save.
-        assigned: per rank the items of its offer that its file holds; a rank may be absent.
-        files: per rank with items the name of its file, relative to the checkpoint.
-        objects: per rank and object item, its offset and length in the rank's file, in bytes. Where
+        assigned: by rank, the items of its offer that its file holds; a rank may be absent.
+        files: by rank with items, the name of its file, relative to the checkpoint.
+        objects: by rank and object item, its offset and length in the rank's file, in bytes. Where
             tensors lie follows from `layout.place`.
         save_id: recorded in `storage_meta`.
         checkpoint_id: recorded in `storage_meta`; stock puts the checkpoint's path there.
@@ -94,7 +94,7 @@ def build_metadata(
         else:
             described, storage_data = _describe(offers, assigned, files, objects)
             planner_data = {}
-            # As ChainMap does in DefaultSavePlanner: the lowest rank's path is the one that counts.
+            # As with ChainMap in DefaultSavePlanner, the lowest rank's path wins.
             for rank in sorted(offers, reverse=True):
                 planner_data.update(zip(offers[rank].keys, offers[rank].paths, strict=True))
     return Metadata(
@@ -140,7 +140,7 @@ def _no_place(rank: int, key: str) -> SaveFailed:
 
 
 class _Sizes(dict[Box, torch.Size]):
-    """One torch.Size for each box: equal ones are shared, which halves the pickle."""
+    """One torch.Size for each box: equal boxes share it, which halves the pickle."""
 
     def __missing__(self, box: Box) -> torch.Size:
         size = self[box] = torch.Size(box)
@@ -148,7 +148,7 @@ class _Sizes(dict[Box, torch.Size]):
 
 
 def _index(key: str, offset: torch.Size, hint: int | None) -> MetadataIndex:
-    """Return MetadataIndex(key, offset, hint), but with this very offset instead of a copy."""
+    """Return MetadataIndex(key, offset, hint), with this very offset instead of a copy of it."""
     index = MetadataIndex(key, None, hint)
     object.__setattr__(index, "offset", offset)
     return index
@@ -160,7 +160,7 @@ def _describe(
     files: Mapping[int, str],
     objects: Mapping[int, Mapping[int, tuple[int, int]]],
 ) -> tuple[_Described, dict[MetadataIndex, _StorageInfo]]:
-    """Return what create_default_global_save_plan and FileSystemWriter.finish would make of it."""
+    """Return what create_default_global_save_plan and FileSystemWriter.finish would make."""
     described: _Described = {}
     storage_data: dict[MetadataIndex, _StorageInfo] = {}
     properties: dict[tuple[str, int, int], TensorProperties] = {}
@@ -195,8 +195,8 @@ def _describe(
             if storage_data.setdefault(index, info) is info:
                 chunks.append(chunk)
                 continue
-            # Rare: this offset is there already. The chunks by offset are kept up per key, so that
-            # many of these stay linear.
+            # Rare: the offset is there already. Chunks by offset are kept for each key, so that
+            # many of these take linear time.
             by_offset = written.setdefault(key, {})
             by_offset.update((known.offsets, known) for known in chunks[len(by_offset) :])
             known = by_offset[chunk.offsets]
@@ -208,8 +208,8 @@ def _describe(
                     f"two shards of {key!r} begin at {tuple(chunk.offsets)} with sizes "
                     f"{tuple(known.sizes)} and {tuple(chunk.sizes)} (rank {rank})",
                 )
-            # storage_data has one place for an offset: the empty box gives its own, hint included
-            # (the dict keeps the key it has), to the full one.
+            # storage_data has one entry for an offset: the full box takes over that of the empty
+            # one, with its hint, since the dict keeps its key.
             known.sizes = chunk.sizes
             storage_data[index] = info
     return described, storage_data
@@ -235,7 +235,7 @@ def _properties(dtype: str, requires_grad: int, pinned: int) -> TensorProperties
 def to_global_metadata(metadata: Metadata) -> GlobalMetadata:
     """Return what a user's `create_global_plan` described, as columns that can travel.
 
-    The deprecated properties layout and memory format are not kept: every saved tensor is strided
+    The deprecated properties layout and memory format are dropped: every saved tensor is strided
     and contiguous, and no reader uses them.
 
     Raises: UsageError (`usage`) for `planner_data` that is not plain data and for entries of other
@@ -354,19 +354,19 @@ def pickle_metadata(metadata: Metadata) -> bytes:
 
 
 _GAP: Final = 0x7EF9FAF5 << 32
-"""What stands for an unknown place, plus its number. As a pickled int it takes eight bytes, and its
-upper ones are in no text, which is UTF-8."""
+"""Plus its number, it stands for an unknown place. As a pickled int it takes eight bytes, and the
+upper ones are in no text, since they are not UTF-8."""
 _GAP_PICKLED: Final = re.compile(b"\x8a\x08(....)\xf5\xfa\xf9\x7e", re.DOTALL)
 _INT: Final = struct.Struct("<q")
 _FRAME: Final = struct.Struct("<cQ")
 
 
 class Draft:
-    """The content of `.metadata` for every save with the same layouts and files, but for what
-    differs: where objects lie, and what the save is called. Describing and pickling a million
-    tensors takes many seconds, filling this in a copy of it.
+    """The content of `.metadata` for all saves with the same layouts and files, with gaps for what
+    differs: where objects lie, and the save's name. Describing and pickling a million tensors takes
+    many seconds; filling the gaps takes a copy.
 
-    It unpickles to what `build_metadata` returns. Raises as that does.
+    Once filled it unpickles to what `build_metadata` returns. Raises as that does.
     """
 
     def __init__(
@@ -408,8 +408,8 @@ class Draft:
         index = bytearray(self._pickled)
         for at, number in self._gaps:
             _INT.pack_into(index, at, places[number])
-        # The pickle goes on where it would stop (memoizing again does nothing) and sets the one
-        # attribute more; without references, which count what was pickled before.
+        # In place of its end (memoizing once more changes nothing) the pickle goes on and sets
+        # another attribute; without references, which count what was pickled before.
         index[-1:] = pickle.MEMOIZE
         named = io.BytesIO()
         pickler = pickle.Pickler(named, PICKLE_PROTOCOL)
@@ -420,14 +420,14 @@ class Draft:
 
 
 _STATE_AT: Final = 2 + _FRAME.size
-"""Where a pickle's content begins: behind the protocol and the head of the frame."""
+"""Where a pickle's content begins: after the protocol and the head of the frame."""
 
 
 # --- reading ----------------------------------------------------------------------------------
 
 
 def _memory_format(encoding: object, name: object) -> object:
-    """Stand in for `getattr`, by which some Pythons (3.11.0) pickle members of an Enum."""
+    """Replace `getattr`, which some Pythons (3.11.0) pickle for a member of an Enum."""
     if encoding is _MEM_FORMAT_ENCODING:
         return _MEM_FORMAT_ENCODING[str(name)]
     if encoding is before_2_3.MEM_FORMAT_ENCODING:
@@ -453,13 +453,13 @@ _ALLOWED: Final[dict[tuple[str, str], object]] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("builtins", "getattr"): _memory_format,
-    # storage_meta.checkpoint_id is a path; pure, since whoever reads it may run another system.
+    # storage_meta.checkpoint_id is a path; pure, since the reader may run another system.
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,
     ("pathlib", "WindowsPath"): pathlib.PureWindowsPath,
     ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
     ("pathlib._local", "WindowsPath"): pathlib.PureWindowsPath,
 }
-"""All that `.metadata` may name, beside dtypes; torch before 2.0 wrote classes that are gone."""
+"""All that `.metadata` may name, besides dtypes; torch before 2.0 wrote classes that are gone."""
 
 
 def _refusal(module: str, name: str) -> CorruptCheckpoint:
@@ -471,7 +471,7 @@ def _refusal(module: str, name: str) -> CorruptCheckpoint:
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that finds what DCP's index is made of, and nothing else."""
+    """An unpickler that only finds the classes of DCP's index."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = _ALLOWED.get((module, name))
@@ -487,8 +487,8 @@ class _Unpickler(pickle.Unpickler):
 def read_metadata(path: Path) -> Metadata:
     """Read a checkpoint's index: its directory's `.metadata`, or the file itself if `path` is that.
 
-    Runs no code that the file names. The result may come from any torch since 2.0; fields that
-    its version did not have are absent or None.
+    Runs no code that the file names. Any torch since 2.0 may have written it; fields that its
+    version did not have are absent or None.
 
     Raises:
         LoadFailed: `not-found` if there is no index, `permission` or `io-error` if it cannot be
@@ -514,7 +514,7 @@ def read_metadata(path: Path) -> Metadata:
     except OSError as error:
         code = "permission" if isinstance(error, PermissionError) else "io-error"
         raise LoadFailed(code, f"{file} cannot be read: {error.strerror or error}") from error
-    # A malformed pickle may fail in any way: what an opcode meets is whatever came before it.
+    # A malformed pickle may fail in any way: its opcodes work on whatever came before them.
     except Exception as error:
         raise CorruptCheckpoint(
             "corrupt",
@@ -527,7 +527,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def _problem(metadata: Any) -> str:
-    """Return what is wrong with the form of an unpickled index, or nothing."""
+    """Return what is wrong with the form of an unpickled index; "" if nothing is."""
     if not isinstance(metadata, Metadata):
         return f"it holds a {type(metadata).__name__}"
     described: Any = getattr(metadata, "state_dict_metadata", None)

@@ -1,10 +1,10 @@
 """Where each blob of a rank lies in its image, and so in its `.distcp` file.
 
-Pure arithmetic, no torch: the trainer lays out its image with it, the planner's child computes the
+Pure arithmetic, no torch. The trainer lays out its image with it, the planner's child computes the
 same offsets for `.metadata`, and the daemon finds payloads and their CRC fields by the table.
-Tensors come first, in the order of the offer, at offsets that depend only on the containers'
-lengths; serialised objects follow, and may change length with every save. Source of the container
-form: torch/serialization.py and torch/distributed/checkpoint/filesystem.py (2.13).
+Tensors come first, in the order of the offer, at offsets that depend only on the lengths of their
+containers. Serialised objects follow, whose lengths may change with every save. Sources for the
+containers: torch/serialization.py and torch/distributed/checkpoint/filesystem.py (2.13).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ SMALL_ALIGN_BYTES: Final = 64
 the file."""
 
 LARGE_BYTES: Final = 1 << 20
-"""Containers from this size on start on a page; smaller ones would waste more than they gain."""
+"""Containers of at least this size start on a page; smaller ones would waste more than they gain.
+"""
 
 
 def align(offset: int, to: int) -> int:
@@ -49,10 +50,10 @@ def place(container_bytes: Sequence[int]) -> Placement:
 
 
 class TableRow(NamedTuple):
-    """One tensor's container in an image; all offsets are from the image's start, in bytes.
+    """One tensor's container in an image; all offsets are in bytes from the image's start.
 
-    item: index in the rank's offer. crc_at, central_crc_at: where the payload's CRC-32 stands,
-    little-endian, in the data descriptor and in the central directory of the container.
+    item: index in the rank's offer. crc_at, central_crc_at: where the container has the payload's
+    CRC-32, little-endian: in its data descriptor and in its central directory.
     """
 
     item: int

@@ -1,9 +1,9 @@
 """Do boxes tile a tensor: each element covered once, none twice, none outside?
 
 Pure arithmetic over offsets and sizes, no torch, no numpy. The planner asks before anything is
-copied, `milepost inspect` asks of an index that anybody wrote. The usual cases (one box, a chain
-along one dimension) take one pass; the rest is cut apart along every dimension that no box
-straddles, which settles grids and all uneven mixtures of them in `n log n`; only what cannot be cut
+copied, and `milepost inspect` asks about the index of any checkpoint. The usual cases (one box, a
+chain along one dimension) take one pass. The rest is cut apart along every dimension that no box
+straddles, which settles grids and all uneven mixtures of them in `n log n`. Only what cannot be cut
 (a pinwheel, an overlap) is compared pair by pair.
 """
 
@@ -29,7 +29,7 @@ class TilingProblem(NamedTuple):
 
     code: `coverage-gap`, `coverage-overlap` or `coverage-bounds`, as in `milepost.errors.CODES`.
     text: a sentence for people, lower case, without the tensor's name.
-    boxes: indices of the boxes at fault; empty for a gap.
+    boxes: indices of the wrong boxes; empty for a gap.
     """
 
     code: str
@@ -41,8 +41,8 @@ def check_tiling(size: Box, boxes: Sequence[tuple[Box, Box]]) -> TilingProblem |
     """Return None if the boxes cover a tensor of this size exactly once, else the first problem.
 
     A box is `(offsets, sizes)`. Boxes without elements are allowed anywhere within the bounds (the
-    last ranks of an uneven sharding hold such); a scalar is one element. Cost: about a
-    microsecond a box for the usual shardings.
+    last ranks of an uneven sharding hold some); a scalar is one element. About 1 us a box for the
+    usual shardings.
     """
     if _is_chain(size, boxes):
         return None
@@ -78,7 +78,7 @@ def check_tiling(size: Box, boxes: Sequence[tuple[Box, Box]]) -> TilingProblem |
 
 
 def _is_chain(size: Box, boxes: Sequence[tuple[Box, Box]]) -> bool:
-    """Tell whether the boxes follow each other along one dimension and are whole in all others."""
+    """Return whether the boxes follow each other along one dimension, whole in all others."""
     if not boxes:
         return False
     first = boxes[0][1]
@@ -112,10 +112,10 @@ _Region = tuple[Box, Box, list[int]]
 def _cut(
     start: Box, extent: Box, boxes: Sequence[tuple[Box, Box]], group: list[int]
 ) -> list[_Region] | None:
-    """Split a region along the first dimension where something can be split off, or return None.
+    """Split a region along the first dimension where that is possible; return None if none is.
 
-    A stretch that no box reaches becomes a part without boxes. Every part is narrower than the
-    region, so cutting ends.
+    A range that no box covers becomes a part without boxes. Every part is narrower than the region,
+    so cutting ends.
     """
     for dim, length in enumerate(extent):
         parts: list[_Region] = []
@@ -152,7 +152,7 @@ def _cut(
 def _compare(
     start: Box, extent: Box, boxes: Sequence[tuple[Box, Box]], group: list[int]
 ) -> TilingProblem | None:
-    """Settle a region that cannot be cut: no two boxes may meet, and the volumes must add up."""
+    """Check a region that cannot be cut: no two boxes may meet, and the volumes must add up."""
     active: list[int] = []
     for index in sorted(group, key=lambda index: boxes[index][0]):
         offsets, sizes = boxes[index]

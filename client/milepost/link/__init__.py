@@ -1,5 +1,5 @@
-"""A trainer's link to its daemon and to the other ranks: finding, joining, talking, coming back.
+"""A trainer's link to its daemon and to the other ranks: finding, joining, talking, reconnecting.
 
-Knows nothing of states or images, and never imports torch, except to ask a process group that the
+Knows nothing of states or images. Never imports torch, except to ask a process group that the
 trainer has made for its ranks and its store.
 """

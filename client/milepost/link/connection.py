@@ -1,9 +1,9 @@
-"""A trainer's line to its node's daemon: one DEALER socket on a thread of its own.
+"""A trainer's connection to its node's daemon: one DEALER socket on a thread of its own.
 
-Owns hello, heartbeats and the notice that the daemon is gone (its process has ended, or it has been
-silent for too long). Knows nothing of what the messages mean. Messages that arrive are handed to
-one callback on the connection's thread, which must not block; `send` may be called from any thread
-and never blocks. ZeroMQ sockets never leave the thread.
+Owns hello, heartbeats and noticing that the daemon is gone (its process has ended, or it has been
+silent for too long). Does not know what the other messages mean: it hands each that arrives to one
+callback on the connection's thread, which must not block. `send` may be called from any thread and
+never blocks. ZeroMQ sockets never leave the thread.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from milepost.wire.messages import (
 log = logging.getLogger(__name__)
 
 LINGER_MS: Final = 500
-"""How long a closing connection may still try to deliver its last words."""
+"""How long a closing connection may still try to deliver its last messages."""
 
 HELLO_AGAIN_S: Final = 0.25
-"""A hello sent before the daemon listens is queued by ZeroMQ, but a daemon that dies in between
-takes it along; repeating it is harmless."""
+"""How often hello is repeated until it is answered. ZeroMQ queues a hello until the daemon listens,
+but it is lost if the daemon dies in between; repeating it is harmless."""
 
 QUEUE_MESSAGES_MAX: Final = 10_000
-"""High-water mark; a trainer has a handful of messages under way."""
+"""High-water mark; a trainer has only a handful of messages in flight."""
 
 
 def _open_socket(context: zmq.Context[zmq.Socket[bytes]], run_dir: Path) -> zmq.Socket[bytes]:
@@ -74,9 +74,9 @@ class Connection:
 
     Args:
         run_dir: the daemon's run directory.
-        on_message: called with each message but heartbeats, on the connection's thread.
+        on_message: called with each message except heartbeats, on the connection's thread.
         on_lost: called once if the daemon is gone, on the connection's thread; nothing arrives
-            after.
+            afterwards.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class Connection:
         """Say hello and return the daemon's answer.
 
         Raises:
-            Unavailable: "daemon-unreachable" if nobody answers in time.
-            Rejected: the daemon refused: "version-mismatch" and the like.
+            Unavailable: "daemon-unreachable" if no daemon answers in time.
+            Rejected: the daemon refused, for example with "version-mismatch".
         """
         self._thread.start()
         if not self._welcomed.wait(timeout_s):
@@ -119,7 +119,7 @@ class Connection:
         return self._welcome
 
     def send(self, message: ClientMessage) -> None:
-        """Queue a message, in order. After the connection is lost or closed it goes nowhere."""
+        """Queue a message, in order. After the connection was lost or closed, it is dropped."""
         with self._lock:
             if self._is_closing:
                 return
@@ -127,7 +127,7 @@ class Connection:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Deliver what is queued, within LINGER_MS, and end the thread. Idempotent."""
+        """Deliver what is queued, within `LINGER_MS`, and end the thread. Idempotent."""
         with self._lock:
             if not self._is_closing:
                 self._is_closing = True
@@ -181,7 +181,7 @@ class Connection:
                 if is_closing:
                     return pidfd
             if pidfd >= 0 and pidfd in ready:
-                # Its last words may still be in the pipe.
+                # Its last messages may still be in the socket.
                 self._drain(dealer)
                 assert self._welcome is not None
                 self._lose(f"the daemon (pid {self._welcome.pid}) has ended")
@@ -195,7 +195,7 @@ class Connection:
                     dealer.send(encode(Ping()) if self._welcome is not None else hello, zmq.NOBLOCK)
 
     def _drain(self, dealer: zmq.Socket[bytes]) -> bool:
-        """Take all that has arrived; False ends the thread."""
+        """Handle every message that has arrived; return False if the thread is to end."""
         while True:
             try:
                 frame = dealer.recv(zmq.NOBLOCK)
@@ -243,9 +243,7 @@ def _hello() -> Hello:
 
 
 def _open_pid(pid: int) -> int:
-    """Return a pidfd, or -1 where the daemon's process is not to be seen (another PID
-    namespace).
-    """
+    """Return a pidfd, or -1 if the daemon's process cannot be seen (another PID namespace)."""
     try:
         return os.pidfd_open(pid)
     except OSError:
@@ -253,7 +251,7 @@ def _open_pid(pid: int) -> int:
 
 
 def fetch_status(run_dir: Path, timeout_s: float) -> dict[str, Any]:
-    """Ask the daemon of a run directory for its status. Raises Unavailable if nobody answers."""
+    """Ask the daemon of a run directory for its status. Raises Unavailable if no daemon answers."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = _open_socket(context, run_dir)
     try:

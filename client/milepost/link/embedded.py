@@ -1,9 +1,9 @@
-"""Starting a daemon for the node when nobody runs one.
+"""Starting a daemon for the node when none is running.
 
-The daemon is executed, not forked: a trainer has threads, sockets and perhaps a CUDA context that a
-fork would tear. It gets a session of its own, so that a signal to the trainer's process group does
-not reach it, and outlives the trainer until nothing is pending. Ranks of one node race here; a lock
-file in the run directory lets one of them start it.
+The daemon is a new program, not a fork: a trainer has threads, sockets and perhaps a CUDA context
+that do not survive a fork. It gets a session of its own, so that a signal to the trainer's process
+group does not reach it, and it outlives the trainer until nothing is pending. All ranks of a node
+may try to start it at once; a lock file in the run directory lets one of them do so.
 """
 
 from __future__ import annotations
@@ -63,14 +63,16 @@ def is_running(run_dir: Path) -> bool:
 
 
 def peer_flags() -> list[str]:
-    """Return where an embedded daemon listens for other nodes: on loopback, unless the launcher
-    says that the job spans hosts; then on the interface that leads to the rendezvous host.
+    """Return the flags that say where an embedded daemon listens for other nodes.
+
+    No flags, that is loopback, unless the launcher says that the job spans hosts; then the
+    interface that leads to the rendezvous host.
     """
     ranks, here = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE")
     if here is None or here == ranks or "MILEPOSTD_PEER" in os.environ:
         return []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Connecting a datagram socket sends nothing: the kernel only chooses the route.
+        # Connecting a datagram socket sends nothing: the kernel only chooses a route.
         probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
         address = probe.getsockname()[0]
     return ["--peer", f"tcp://{address}:0"]
@@ -79,11 +81,15 @@ def peer_flags() -> list[str]:
 def ensure_daemon(run_dir: Path) -> None:
     """Start an embedded daemon in this run directory unless one is running.
 
-    Returns when one holds the lock; `Connection.open` then waits for its answer. Its log is
-    `<run-dir>/milepostd.log`. Raises Unavailable, with the log's last lines, if it does not start.
+    Returns once a daemon holds the lock; `Connection.open` then waits for its answer. Its log is
+    `<run-dir>/milepostd.log`.
 
     Args:
         run_dir: made with mode 0700 if missing.
+
+    Raises:
+        Unavailable: "daemon-unreachable": the directory cannot be used, or the daemon did not
+            start; then with the last lines of its log.
     """
     reason = make_run_dir(run_dir)
     if reason:
@@ -125,11 +131,11 @@ def ensure_daemon(run_dir: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """The trainer's environment without what is meant for trainers only."""
+    """Return the trainer's environment without what concerns only trainers."""
     own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
            "MILEPOST_RUN_DIR")  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name not in own}
-    # The daemon runs elsewhere.
+    # Absolute, since the daemon runs in another working directory.
     return {**environment, "MILEPOST_SHM_DIR": str(arena_dir())}
 
 

@@ -1,8 +1,8 @@
-"""`preempted`: whether any rank was told to go, the same answer on all ranks at the same read.
+"""`preempted`: whether any rank was told to go, with the same answer on all ranks at each read.
 
-Owns the count of reads and the SIGTERM handler, which is installed at the first read only: a loop
-that never asks keeps the signal's default. The handler itself only writes to a descriptor; a thread
-of its own tells the daemon. Source: signal(7), "Execution of Python signal handlers".
+Owns the count of reads and the SIGTERM handler. The handler is installed at the first read: a loop
+that never asks keeps the signal's default. It only writes to a descriptor; a thread then tells the
+daemon. Source: signal(7), "Execution of Python signal handlers".
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from milepost.wire.messages import PreemptionNoticed, ReadsTold
 log = logging.getLogger("milepost")
 
 HOLD_S: Final = 15.0
-"""How long a read is held for the ranks' decision. The coordinator decides after 5 s at the latest;
-a read that hears nothing for longer answers true, since somebody was told to go."""
+"""How long a read waits for the decision of the coordinator, which takes 5 s at most. A read that
+has waited this long answers true, since some rank was told to go."""
 
 REPEAT_S: Final = 1.0
 """How often the daemon is told again until it answers."""
@@ -32,7 +32,7 @@ class PreemptionFlag:
     """The flag of one rank.
 
     Args:
-        ensure: makes sure that the rank has its place at the daemon; may raise MilepostError.
+        ensure: returns once the rank has its place at the daemon; may raise MilepostError.
         send: sends a message to the daemon, once.
     """
 
@@ -44,9 +44,9 @@ class PreemptionFlag:
         self._ensure = ensure
         self._send = send
         self._changed = threading.Condition()
-        """Guards the four below."""
+        """Guards the four fields below."""
         self._reads = 0
-        """Those that have been answered."""
+        """How many reads have been answered."""
         self._is_held = False
         self._at_read: int | None = None
         self._is_closed = False
@@ -56,8 +56,8 @@ class PreemptionFlag:
     def read(self) -> bool:
         """Return whether this rank is to go now; counts as one read.
 
-        Installs the handler of SIGTERM at the first call, which has to come from the main thread to
-        do so; elsewhere this rank's own SIGTERM goes unnoticed, and the others' are heard.
+        The first call installs the handler of SIGTERM, which only works on the main thread. On
+        another thread this rank's own SIGTERM goes unnoticed; those of other ranks are noticed.
         """
         if self._wake < 0:
             self._install()
@@ -70,10 +70,10 @@ class PreemptionFlag:
             return self._at_read is not None and self._reads >= self._at_read
 
     def hold(self) -> None:
-        """The daemon asks: say how often it was read, and hold the next read.
+        """Answer the daemon's question how often the flag was read, and hold the next read.
 
-        A daemon that was restarted asks again, and hears the same again: a coordinator that forgot
-        what it had told some ranks comes to the same decision for the others.
+        A daemon that was restarted asks again and gets the same answer: a coordinator that has
+        forgotten what it told some ranks comes to the same decision for the others.
         """
         with self._changed:
             self._is_held = True
@@ -81,14 +81,14 @@ class PreemptionFlag:
         self._send(ReadsTold(reads=reads))
 
     def decide(self, at_read: int) -> None:
-        """The daemon's answer: true from this read on."""
+        """Take the daemon's decision: reads answer true from this one on."""
         with self._changed:
             if self._at_read is None:
                 self._at_read = at_read
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Give the signal back. Idempotent."""
+        """Restore the signal's earlier handler. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -125,7 +125,7 @@ class PreemptionFlag:
         with self._changed:
             if self._is_closed:
                 return
-            # Also without a daemon this rank is to go.
+            # This rank is to go even if no daemon answers.
             self._is_held = True
         log.warning("told to go (SIGTERM); all ranks are asked")
         while True:

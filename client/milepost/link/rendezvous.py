@@ -1,8 +1,8 @@
 """How the ranks of a process group find one another's daemons, without a collective.
 
-Ranks meet through the process group's own key-value store, once, when a Checkpointer is made: each
-says which node it is on, rank 0 gathers, checks and answers. A rank that does not come is an error
-that names it, not a hang. Later exchanges (which step to load) use the same store.
+The ranks meet once, when a Checkpointer is made, through the process group's own key-value store:
+each says which node it is on; rank 0 gathers, checks and answers. If a rank does not come, an error
+names it instead of a hang. Later exchanges (which step to load) use the same store.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("milepost")
 
 MEET_S: Final = 300.0
-"""How long ranks wait for one another: ranks start minutes apart on a busy cluster."""
+"""How long ranks wait for one another: on a busy cluster they start minutes apart."""
 
 LATE_S: Final = 5.0
-"""How long a rank waits in silence; then the log names those that have not come."""
+"""How long a rank waits before the log names the ranks that have not come."""
 
 ACTS: Final = {"meet": "Checkpointer()", "load": "load()", "verify": "load()"}
-"""By the first part of a topic, what the ranks have called."""
+"""What the ranks have called, by the first part of a topic."""
 
 
 class Store(Protocol):
@@ -53,7 +53,7 @@ class Store(Protocol):
 
 
 class Introduction(msgspec.Struct, frozen=True):
-    """What each rank says of itself."""
+    """What each rank says about itself."""
 
     node: NodeRef
     root: str
@@ -71,7 +71,7 @@ class Meeting(msgspec.Struct, frozen=True):
 
 
 class Group(NamedTuple):
-    """This process's place among the ranks that save together. `store` is None for a lone one."""
+    """This process's place among the ranks that save together; `store` is None if it is alone."""
 
     rank: int
     world: int
@@ -79,8 +79,8 @@ class Group(NamedTuple):
 
 
 _meetings: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""How many Checkpointers a process group has seen: the same on all its ranks, so that it can name
-their keys apart."""
+"""How many Checkpointers a process group has seen: the same number on all its ranks, so that it can
+tell the keys of one from those of another."""
 
 
 def join_group(process_group: dist.ProcessGroup | None) -> Group:
@@ -119,7 +119,7 @@ def _pack(value: Any) -> bytes:
 
 
 def gather(group: Group, topic: str, value: bytes, timeout_s: float) -> list[bytes]:
-    """Let rank 0 hear every rank. Returns all values in rank order on rank 0, [] elsewhere.
+    """Send a value from every rank to rank 0. Returns all values in rank order there, [] elsewhere.
 
     Raises Unavailable("rank-missing") on rank 0, naming the ranks that said nothing in time.
     """
@@ -133,7 +133,7 @@ def gather(group: Group, topic: str, value: bytes, timeout_s: float) -> list[byt
     wait_s = min(LATE_S, timeout_s)
     missing = list(range(group.world))
     while True:
-        # Those that come within the pause of one who does not have come: none is told for nothing.
+        # All missing ranks share one pause, so that a warning names only those that are late.
         pause_until_s = time.monotonic() + wait_s
         missing = [
             rank
@@ -164,10 +164,9 @@ def _warn_of_missing(topic: str, missing: Sequence[int], world: int, timeout_s: 
 
 
 def tell_all(group: Group, topic: str, make: Callable[[], bytes], timeout_s: float) -> bytes:
-    """Let rank 0 make a value and give it to every rank; an error of `make` is raised on all of
-    them.
+    """Have rank 0 make a value, and return it on every rank; an error of `make` is raised on all.
 
-    Raises Unavailable("rank-missing") on the others if rank 0 says nothing in time.
+    Raises Unavailable("rank-missing") on the other ranks if rank 0 does not answer in time.
     """
     if group.store is None:
         return make()
@@ -220,13 +219,13 @@ def meet(
     claim: Callable[[], tuple[str, int]],
     timeout_s: float = MEET_S,
 ) -> Meeting:
-    """Introduce this rank, and learn where the others are.
+    """Introduce this rank, and return where the others are.
 
     Args:
         group: from `join_group`.
         me: this rank's node, root, job and torch version.
-        claim: takes the next attempt number of the root, and returns it after the job's name on the
-            wire; called on rank 0 only.
+        claim: returns the job's name on the wire and the next attempt number of the root, which it
+            claims; called on rank 0 only.
         timeout_s: how long to wait for the others.
 
     Raises:
@@ -246,7 +245,7 @@ def meet(
 
     if group.rank != 0:
         gather(group, "meet", _pack(me), timeout_s)
-    # Rank 0 may wait the whole time for a late rank before it answers.
+    # Rank 0 may wait all of `timeout_s` for a late rank before it answers.
     told = tell_all(group, "meet", answer, timeout_s + 30)
     return msgspec.convert(msgpack.unpackb(told), Meeting)
 

@@ -1,6 +1,6 @@
-"""Where a node's daemon keeps its socket and its journal, as both sides find it.
+"""The run directory: where a node's daemon keeps its socket and its journal.
 
-Owns the default of the run directory, its making and the names in it; it opens nothing.
+Owns the default path, the making of the directory and the names in it; opens nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SOCKET_NAME: Final = "milepostd.sock"
 
 SOCKET_PATH_BYTES_MAX: Final = 107
-"""What fits into `sun_path` with its closing zero byte. Source: unix(7)."""
+"""Longest path that fits into `sun_path` with its closing zero byte. Source: unix(7)."""
 
 
 def default_run_dir(environment: Mapping[str, str]) -> Path:

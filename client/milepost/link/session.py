@@ -1,13 +1,12 @@
-"""One rank's standing with its node's daemon, across the daemon's restarts.
+"""One rank's session with its node's daemon, across the daemon's restarts.
 
-Owns hello, the rank's place in the job, and what has been said about saves that have not ended: a
-daemon that comes back is told all of it again, in order, so that a save which was staged before the
+Owns hello, the rank's place in the job, and the last message about each save that has not ended: a
+daemon that comes back gets all of them again, in order, so that a save which was staged before the
 daemon died is written as if nothing had happened. An embedded daemon is started again from here;
-one with a run directory of its own is its supervisor's to restart. Knows nothing of states or
-layouts.
+any other daemon is restarted by its supervisor. Knows nothing of states or layouts.
 
-Threads: `ensure`, `say` and the rest are for any thread; callbacks run on the connection's thread
-or on the one that restores the session, and must not block.
+Threads: all methods are for any thread; callbacks run on the connection's thread or on the one that
+restores the session, and must not block.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ JOIN_S: Final = 30.0
 
 MISSING_S: Final = 20.0
 """How long a trainer waits in `save()` for a daemon that is away: a restart takes under a second,
-a supervisor's back-off some more. The save then fails and training goes on."""
+with a supervisor's back-off somewhat longer. The save then fails and training goes on."""
 
 RESTORE_S: Final = 60.0
-"""How long a lost daemon is looked for before the saves that wait for it end as failed."""
+"""How long a lost daemon is looked for before the saves that wait for it fail."""
 
 ANSWER_S: Final = 2.0
-"""How long one hello is waited for before it is said to whoever is there then."""
+"""How long to wait for the answer to one hello before connecting again."""
 
 RETRY_S: Final = 0.2
 """Pause between attempts to reach a daemon that is away."""
@@ -62,7 +61,7 @@ LEAVE_S: Final = 10.0
 """How long to wait for the daemon's goodbye once nothing is pending."""
 
 SaveWord = Offered | Staged | Skipped | Unable
-"""What is said again to a daemon that was restarted."""
+"""What is sent again to a daemon that was restarted."""
 
 
 class Session:
@@ -71,8 +70,8 @@ class Session:
     Args:
         run_dir: the daemon's run directory.
         is_embedded: start a daemon there when none is running.
-        on_message: called with what the daemon says about saves.
-        on_gone: called when a lost daemon has not come back in time, or is another one.
+        on_message: called with each message of the daemon that is not about the session itself.
+        on_gone: called when a lost daemon has not come back in time, or another one has.
     """
 
     def __init__(
@@ -93,16 +92,16 @@ class Session:
         self._welcome: Welcome | None = None
         self._join: Join | None = None
         self._joined: Joined | None = None
-        """The place that this connection was given last."""
+        """The last answer to `Join` on this connection."""
         self._has_left = False
         self._is_closed = False
         self._is_restoring = False
         self._refusal: Cause | None = None
         self._said: dict[str, SaveWord] = {}
-        """The last word about each save that has not ended; what came before it is implied."""
+        """The last message about each save that has not ended; it implies those before it."""
 
     def open(self) -> Welcome:
-        """Start a daemon if it is ours to start, and say hello.
+        """Start a daemon if it is an embedded one, and say hello.
 
         Raises Unavailable or Rejected.
         """
@@ -137,7 +136,7 @@ class Session:
             try:
                 return connection, connection.open(ANSWER_S)
             except Unavailable as error:
-                # An embedded daemon may have been at its end when it was found running.
+                # An embedded daemon may have been about to end when it was found running.
                 waited_s = time.monotonic() - started_s
                 if waited_s > START_S or self._is_closed:
                     raise Unavailable(
@@ -151,11 +150,11 @@ class Session:
                 )
 
     def ensure(self, join: Join, timeout_s: float = MISSING_S) -> None:
-        """Return once the rank has its place at a living daemon.
+        """Return once the rank has its place at a running daemon.
 
         Args:
-            join: the same in every call, until the rank goes on as another attempt.
-            timeout_s: how long a daemon that is away is waited for.
+            join: the same in every call, until the rank continues as another attempt.
+            timeout_s: how long to wait for a daemon that is away.
 
         Raises:
             Unavailable: "daemon-lost": it is still away.
@@ -182,8 +181,8 @@ class Session:
         self._take_place(join)
 
     def _has_place(self, join: Join) -> bool:
-        """Whether it is this place that the rank has: one that was restored meanwhile may be that
-        of its earlier attempt. The lock is held.
+        """Whether the rank has this very place: a restored one may be that of its earlier attempt.
+        The lock is held.
         """
         return self._joined is not None and self._joined.attempt == join.attempt
 
@@ -208,19 +207,19 @@ class Session:
         raise Unavailable("daemon-lost", f"the daemon in {self.run_dir} gave the rank no place")
 
     def say(self, message: SaveWord) -> None:
-        """Send a word about a save, now and to every daemon that comes after, until `settle`."""
+        """Send a message about a save, now and to every later daemon, until `settle`."""
         with self._changed:
             self._said[message.save.save_id] = message
             if self._connection is not None and self._join and self._has_place(self._join):
                 self._connection.send(message)
 
     def settle(self, save_id: str) -> None:
-        """Forget what was said about a save: the daemon has told how it ended."""
+        """Forget the message about a save: the daemon has said how the save ended."""
         with self._changed:
             self._said.pop(save_id, None)
 
     def send(self, message: ClientMessage) -> None:
-        """Send once; without a daemon it goes nowhere."""
+        """Send a message once; without a daemon it is dropped."""
         with self._changed:
             if self._connection is not None:
                 self._connection.send(message)
@@ -272,7 +271,7 @@ class Session:
     # --- coming back
 
     def _start_restoring(self) -> None:
-        """Look for the daemon on a thread of its own; the lock is held."""
+        """Look for the daemon on a new thread; the lock is held."""
         if self._is_restoring:
             return
         self._is_restoring = True
@@ -294,7 +293,7 @@ class Session:
             self._on_gone(cause)
 
     def _find_again(self) -> Cause | None:
-        """Reach the daemon and tell it all again; return why that is impossible, or None."""
+        """Reach the daemon and send it everything again; return why that is impossible, or None."""
         until_s = time.monotonic() + RESTORE_S
         while True:
             with self._changed:
@@ -309,7 +308,7 @@ class Session:
             except Rejected as error:
                 with self._changed:
                     if self._join != join:
-                        continue  # The rank goes on as another attempt by now.
+                        continue  # The rank has begun another attempt meanwhile.
                     self._refusal = Cause(error.code, error.message, error.hint)
                 return self._refusal
             except MilepostError as error:

@@ -1,10 +1,10 @@
 """Few transfers from a device for many small tensors: they are gathered there first.
 
-A transfer costs about 10 us whatever its length, so thousands of small tensors would leave the bus
-idle most of the time. A twin of a stretch of the image is kept on the device, with the containers'
-bytes in it: the tensors are copied into the twin by one kernel, and the twin goes into the image as
-one piece. Owns which tensors lie side by side, and the twins. It must not know of streams, saves or
-slots: what it says to copy, the caller copies, in the order in which it is said.
+A transfer costs about 10 us whatever its length, so with thousands of small tensors the bus would
+be idle most of the time. Instead the device keeps a *twin* of a stretch of the image, with the
+bytes of the containers in it: one kernel copies the tensors into the twin, and the twin goes into
+the image as one piece. Owns which tensors lie side by side, and the twins. It must not know of
+streams, saves or slots: it yields copies, which the caller makes in the same order.
 
 Sources: the CUDA C++ best practices guide, "Data Transfer Between Host and Device";
 torch/_foreach (2.13).
@@ -25,22 +25,23 @@ from milepost.staging.layouts import TensorColumns, tensor_views
 log = logging.getLogger(__name__)
 
 GATHERED_BYTES_MAX: Final = 256 << 10
-"""Larger tensors go alone: at 25 GB/s their bytes take as long as what a transfer costs."""
+"""Larger tensors are copied alone: at 25 GB/s their bytes take longer than a transfer's fixed cost.
+"""
 
 STRETCH_TENSORS_MIN: Final = 4
 """Fewer neighbours are not worth a second copy on the device."""
 
 CHUNK_TENSORS: Final = 1024
-"""What one call copies at most: making its arguments holds the GIL, the call does not."""
+"""Tensors that one call copies at most: making its arguments holds the GIL, the call does not."""
 
 TWINS_BYTES_MAX: Final = 256 << 20
-"""Device memory that all twins of one layout may take; what does not fit goes alone."""
+"""Device memory that all twins of one layout may take; tensors beyond that are copied alone."""
 
 GATHERED_ON: Final = frozenset({"cuda"})
-"""Kinds of device on which it is worth it."""
+"""Kinds of device on which gathering is worth it."""
 
 Copies: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Into what, and out of what; for one `torch._foreach_copy_`."""
+"""Targets and sources of one `torch._foreach_copy_`."""
 
 
 class _Stretch(NamedTuple):
@@ -48,22 +49,22 @@ class _Stretch(NamedTuple):
 
     low: int
     high: int
-    """Which of the tensors that were asked for."""
+    """Their range among the tensors that were asked for."""
     start: int
     end: int
-    """Bytes of the image, from the first payload to the end of the last."""
+    """Their range of bytes in the image, from the first payload to the end of the last."""
 
 
 class Gathering:
-    """How some tensors of a layout, all on one device, get from there into an image.
+    """The copies that bring some tensors of a layout from one device into an image.
 
-    Holds device memory, at most `TWINS_BYTES_MAX`, and no tensor of the state. Two copies into
-    images must not run at the same time, since they share the twins.
+    Holds device memory, at most `TWINS_BYTES_MAX`, and no tensor of the state. All copies share the
+    twins, so two must not run at the same time.
 
     Args:
         layout: of the image.
-        positions: the tensors, by position in the layout, ascending; none is without bytes.
-        image: a slot's bytes, in which the containers are in place already.
+        positions: of the tensors in the layout, ascending; each has bytes.
+        image: the bytes of a slot that has its containers already.
         device: where the tensors are.
     """
 
@@ -75,7 +76,7 @@ class Gathering:
         device: torch.device,
     ) -> None:
         self.alone: list[int] = []
-        """Those that are not gathered, as indices into `positions`."""
+        """Tensors that are not gathered, as indices into `positions`."""
         self._twins: list[tuple[_Stretch, torch.Tensor, list[torch.Tensor]]] = []
         room = TWINS_BYTES_MAX
         for stretch in _stretches(layout, positions):
@@ -96,7 +97,7 @@ class Gathering:
             self._twins.append((stretch, twin, [view for view in made if view is not None]))
 
     def gathered(self, image: torch.Tensor, sources: Sequence[torch.Tensor]) -> Iterator[Copies]:
-        """Yield the copies for all that is not `alone`, in an order that has to be kept.
+        """Yield the copies of all tensors that are not `alone`; their order has to be kept.
 
         Args:
             image: the bytes of the slot to fill.
@@ -108,19 +109,23 @@ class Gathering:
             yield [image[start:end]], [twin[: end - start]]
 
     def rest(self, into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -> Copies:
-        """Return the copies for what is `alone`, of those for all, in the order of `positions`."""
+        """Return the copies of the tensors that are `alone`.
+
+        Args:
+            into, out_of: targets and sources of all tensors, in the order of `positions`.
+        """
         return [into[index] for index in self.alone], [out_of[index] for index in self.alone]
 
 
 def _stretches(layout: TensorColumns, positions: Sequence[int]) -> Iterator[_Stretch]:
-    """Cut the tensors into stretches; what is too large, or has no neighbour, is one by itself."""
+    """Divide the tensors into stretches; one that is too large, or has no neighbour, is alone."""
     lengths = [
         math.prod(size) * (0 if dtype is None else dtype.itemsize)
         for size, dtype in zip(layout.sizes, layout.dtypes, strict=True)
     ]
     ordinals, seen = [], 0
     for length in lengths:
-        # What has no bytes stands in nobody's way.
+        # Tensors without bytes do not separate neighbours.
         ordinals.append(seen)
         seen += length > 0
     low = 0
@@ -138,7 +143,7 @@ def _stretches(layout: TensorColumns, positions: Sequence[int]) -> Iterator[_Str
 
 
 def _twin(image: torch.Tensor, stretch: _Stretch, device: torch.device) -> torch.Tensor | None:
-    """Return the stretch as it is in the image, in the device's memory; None if that is full."""
+    """Return a copy of the stretch in the device's memory; None if that is full."""
     nbytes = stretch.end - stretch.start
     try:
         with torch.inference_mode(mode=False):

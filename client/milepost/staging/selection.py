@@ -1,5 +1,5 @@
-"""What may be copied late: the memory that torch optimizers change in their steps and nowhere else,
-and the items of a state that lie in it.
+"""What may be copied after `save()` returns: the items of a state in memory that only the steps of
+torch optimizers change.
 
 Owns the refusal of optimizers whose steps cannot be guarded. Knows tensors and optimizers; nothing
 of copies, threads or saves.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 BLOCKING_HINT: Final = "or use staging='blocking'"
 
 NEAR_TENSORS: Final = 64
-"""So many tensors stay in the processor's caches from one look at them to the next."""
+"""How many tensors stay in the processor's caches while several of their attributes are read."""
 
 _NBYTES: Final = attrgetter("nbytes")
 
@@ -39,7 +39,7 @@ Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
 
 
 def _strided_extent(tensor: torch.Tensor) -> int:
-    """Return how many bytes lie from a tensor's first element to its last, both included."""
+    """Return the number of bytes from a tensor's first element to its last, both included."""
     if not tensor.numel():
         return 0
     last = sum(
@@ -53,15 +53,17 @@ def _are_contiguous(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _extents(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return how many bytes each tensor extends over."""
+    """Return the extent of each tensor, in bytes."""
     return [
         tensor.nbytes if tensor.is_contiguous() else _strided_extent(tensor) for tensor in tensors
     ]
 
 
 def _ranges(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Return where each tensor begins, and how many bytes it extends over. Fast for many that
-    nobody has touched for a while: what is read of one is read together, for memory is slow.
+    """Return the address and the extent of each tensor.
+
+    Fast for many tensors that are not in the processor's caches: all that is needed of one is read
+    at about the same time.
     """
     pointers: list[int] = []
     lengths: list[int] = []
@@ -82,12 +84,12 @@ class Spans:
 
     @cached_property
     def ranges(self) -> tuple[list[int], list[int]]:
-        """Where each tensor begins, and how many bytes it extends over."""
+        """The address and the extent of each tensor."""
         return _ranges(self.tensors)
 
     @property
     def pointers(self) -> list[int]:
-        """Where each tensor begins."""
+        """The address of each tensor."""
         return self.ranges[0]
 
     @cached_property
@@ -103,18 +105,16 @@ class Spans:
 
     @cached_property
     def _sorted(self) -> tuple[list[int], list[int]]:
-        """Where ranges start, ascending, and how far any of those up to each one reaches."""
+        """The start of each range, ascending, and the greatest end of the ranges up to it."""
         starts = sorted(self._bytes)
         return starts, list(accumulate((start + self._bytes[start] for start in starts), max))
 
     def held(self, tensors: Sequence[torch.Tensor]) -> list[bool]:
-        """Tell of each tensor whether all of it lies within one of the ranges; one without bytes
-        does not.
-        """
+        """Return for each tensor whether all of it is in these ranges; False if it has no bytes."""
         return self.cover(*Spans(tensors).ranges)
 
     def cover(self, pointers: Sequence[int], lengths: Sequence[int]) -> list[bool]:
-        """Tell the same of ranges, by where they begin and their lengths."""
+        """Return the same for ranges of memory, by their addresses and lengths."""
         known = self._bytes
         return [
             # A parameter that is a view of a flat one begins inside a range.
@@ -131,7 +131,7 @@ class Spans:
         )
 
     def _reach(self, bisect: Callable[[list[int], int], int], address: int) -> int:
-        """Return how far the ranges reach that start up to (or before) an address."""
+        """Return the greatest end of the ranges that start at or before (or before) an address."""
         starts, reaches = self._sorted
         at = bisect(starts, address) - 1
         return reaches[at] if at >= 0 else 0
@@ -144,7 +144,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor | None:
     try:
         return tensor if tensor.data_ptr() else None
     except RuntimeError:
-        return None  # a wrapper subclass; the state refuses it by name
+        return None  # A wrapper subclass. Reading the state refuses it by name.
 
 
 def _leaves(value: Any) -> Iterator[torch.Tensor]:
@@ -164,7 +164,7 @@ _NO_TENSOR: Final = frozenset({int, float, bool, str, type(None)})
 
 
 def _memory(values: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the memory on this rank of all tensors among some values, or nested in them."""
+    """Return the local memory of all tensors among some values, or nested in them."""
     classes = set(map(type, values))
     if DTensor in classes:
         values = [local_tensor(value) if type(value) is DTensor else value for value in values]
@@ -184,7 +184,7 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _state(optimizer: Optimizer) -> list[Any]:
     state: list[Any] = []
-    # A list at once: while prepare() looks in the background, the first step may add to it.
+    # A copy: while prepare() looks in the background, the first step may add entries.
     for entry in list(optimizer.state.values()):
         state += entry.values() if type(entry) is dict else (entry,)
     return state
@@ -192,7 +192,8 @@ def _state(optimizer: Optimizer) -> list[Any]:
 
 def stepped(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the memory that an optimizer changes in its steps and, by its contract, nowhere else:
-    parameters and state. A learning rate that is a tensor is not: schedulers change it.
+    its parameters and their state. A learning rate that is a tensor does not belong to it, since
+    schedulers change it.
     """
     return _memory(_parameters(optimizer)) + _memory(_state(optimizer))
 
@@ -200,7 +201,7 @@ def stepped(optimizer: Optimizer) -> list[torch.Tensor]:
 def check_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:
     """Return the optimizers as a tuple.
 
-    Raises UsageError for what does not fire torch's hook before it changes parameters.
+    Raises UsageError for one that does not run torch's hooks before it changes parameters.
     """
     if optimizer is None:
         raise UsageError(
@@ -235,8 +236,8 @@ def _refuse(what: str, hint: str) -> UsageError:
 
 
 def _dense(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that fill the memory from their first element to their last. Between the
-    elements of the others there may be somebody else's.
+    """Return the tensors that fill all memory from their first element to their last. Other memory
+    may lie between the elements of the rest.
     """
     return [
         tensor
@@ -246,7 +247,7 @@ def _dense(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class Selection(NamedTuple):
-    """What of a state may be copied late."""
+    """What of a state may be copied after `save()` returns."""
 
     spans: Spans
     """The memory that the optimizers change."""
@@ -256,20 +257,20 @@ class Selection(NamedTuple):
 
 class _Matching:
     """Finds a state's items in the memory that optimizers change. Remembers the last answer, which
-    holds for as long as nothing has moved: it keeps addresses and shapes, and no tensor.
+    holds while nothing has moved: it keeps addresses and shapes, but no tensor.
     """
 
     def __init__(self) -> None:
         self._known: tuple[Any, frozenset[int], bool] | None = None
-        """What was asked last, and the answer."""
+        """The last question, and the answer."""
 
     def find(
         self, parameters: list[torch.Tensor], state: list[torch.Tensor], items: Items
     ) -> tuple[Selection, bool]:
-        """Return the items, and whether one of them begins where each parameter does."""
+        """Return the items, and whether each parameter has the address of one of them."""
         sources = items.sources
-        # A state dict holds an optimizer's very tensors, which is cheaper to see than addresses. Of
-        # parameters it holds others over the same memory.
+        # An optimizer's state dict holds its very tensors, and identity is cheaper than addresses.
+        # A model's state dict holds other tensors over the memory of its parameters.
         own = set(map(id, state))
         found = [item for item, source in enumerate(sources) if id(source) in own] if own else []
         if found:
@@ -288,7 +289,7 @@ class _Matching:
         )
         known = self._known
         if known is None or known[0] != asked:
-            # At once: an interrupt must not leave one save's answer to another's question.
+            # In one step: an interrupt must not leave one save's answer to another's question.
             known = self._known = (
                 asked,
                 *self._match(parameters, state, unmatched, found, others, given),
@@ -310,9 +311,9 @@ class _Matching:
         near = Spans(parameters + _dense(unmatched))
         is_held = near.cover(pointers, lengths)
         if found and not all(is_held):
-            # Buffers, or what is in the state twice: that is seen from all ranges only.
+            # Buffers, or tensors that are in the state twice: only all ranges together can tell.
             is_held = Spans(parameters + _dense(state)).cover(pointers, lengths)
-        # What has no bytes is nowhere.
+        # 0 stands for tensors without bytes.
         begin = {0, *compress(pointers, is_held)}
         return (
             frozenset([*found, *compress(others, is_held)]),
@@ -321,7 +322,7 @@ class _Matching:
 
 
 def _without(items: Items, found: Sequence[int]) -> list[int]:
-    """Return the items that are tensors and not among those found."""
+    """Return the items that are tensors and not among those in `found`."""
     left = bytearray(items.kinds.translate(_IS_TENSOR))
     for item in found:
         left[item] = 0
@@ -332,7 +333,7 @@ _IS_TENSOR: Final = bytes(kind != Kind.OBJECT for kind in range(256))
 
 
 class Selector:
-    """Finds what of a state the steps of some optimizers change.
+    """Finds the items of a state that the steps of some optimizers change.
 
     Args:
         optimizers: one or several.
@@ -381,7 +382,7 @@ class Selector:
 
             def is_missing(parameter: torch.Tensor) -> bool:
                 parts = _dense([part for part in _memory([parameter]) if part.numel()])
-                # The state may hold views of a flat parameter.
+                # The state may hold views of one flat parameter.
                 return bool(parts) and not any(Spans(parts).held(held))
 
             index, missing = self._find(optimizer, is_missing)
@@ -396,7 +397,7 @@ class Selector:
     def _find(
         optimizer: Optimizer, is_it: Callable[[torch.Tensor], Any]
     ) -> tuple[int, torch.Tensor | None]:
-        """Return the first parameter of which something holds, with its number."""
+        """Return the first parameter for which `is_it` is true, with its index."""
         for index, parameter in enumerate(_parameters(optimizer)):
             if is_it(parameter):
                 return index, parameter

@@ -1,7 +1,7 @@
-"""Where copies are given: on the host at once, on a device to a side stream that waits for events.
+"""Where copies run: on the host at once, on a device in a side stream.
 
 Owns the order between a copy, the work that made its sources, and the step that changes them. Knows
-nothing of optimizers, layouts or saves. The stand-in of the tests keeps the same interface.
+nothing of optimizers, layouts or saves. Tests have a stand-in with the same interface.
 
 Sources: torch/cuda/streams.py, the notes on CUDA semantics and `Tensor.record_stream` in torch's
 manual (2.13).
@@ -18,38 +18,38 @@ from milepost.errors import UsageError
 
 
 class Streams(Protocol):
-    """The copy's queue on one device, and its relation to the stream the caller works on."""
+    """The queue of copies on one device, and its order with the caller's current stream."""
 
     @property
     def gathers(self) -> bool:
-        """Whether the tensors are out of the host's reach, so that small ones are worth gathering
-        on the device before they are copied.
+        """Whether the tensors are in device memory, so that small ones are worth gathering there
+        before they are copied.
         """
 
     def fork(self) -> None:
-        """Let the copy's queue wait for all that the current stream was given so far."""
+        """Make the queue wait for all work that the current stream has now."""
 
     def here(self, work: Callable[[], None]) -> None:
-        """Give work to the current stream."""
+        """Run work in the current stream."""
 
     def give(self, work: Callable[[], None]) -> None:
-        """Give work to the copy's queue."""
+        """Run work in the queue."""
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See that memory that is freed is not used anew before the copy's queue is past now."""
+        """Prevent the reuse of freed memory until the queue has done all work that it has now."""
 
     def mark(self) -> Any:
-        """Return a mark in the copy's queue, after all that it was given so far."""
+        """Return a mark in the queue, after all work that it has now."""
 
     def hold(self, mark: Any) -> None:
-        """Let the current stream wait for the mark; the host does not."""
+        """Make the current stream wait for the mark; the host does not wait."""
 
     def join(self, mark: Any) -> None:
-        """Wait on the host until the mark was passed, without the GIL."""
+        """Wait on the host until the queue has passed the mark, without the GIL."""
 
 
 class HostStreams:
-    """Host memory: work is done at once, on the calling thread, so there is nothing to wait for."""
+    """Host memory: work runs at once, on the calling thread, so there is nothing to wait for."""
 
     gathers = False
 
@@ -76,7 +76,7 @@ class HostStreams:
 
 
 class CudaStreams:
-    """A CUDA device: a side stream of its own, and events."""
+    """A CUDA device: the queue is a side stream, marks are events."""
 
     gathers = True
 
@@ -100,7 +100,7 @@ class CudaStreams:
             tensor.record_stream(self._side)
 
     def mark(self) -> Any:
-        # Blocking: who joins sleeps, instead of spinning on a core of the trainer's.
+        # Blocking: whoever joins sleeps instead of spinning on one of the trainer's cores.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._side)
         return event
@@ -113,7 +113,7 @@ class CudaStreams:
 
 
 def default_streams(device: torch.device) -> Streams:
-    """Return what fits a device. Raises UsageError for one whose queues are not known here."""
+    """Return the streams for a device. Raises UsageError for a kind that is not supported."""
     if device.type == "cpu":
         return HostStreams()
     if device.type == "cuda":

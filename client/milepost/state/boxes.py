@@ -1,8 +1,8 @@
 """Which boxes of a tensor one rank holds, by the placements of a DTensor.
 
-Pure arithmetic over splits, but for reading a DTensor's own description. Strided placements give
-several boxes where torch's helper gives a wrong one. Sources: torch/distributed/tensor/_utils.py
-and placement_types.py (2.13).
+Pure arithmetic, except for reading torch's placements. A strided placement may give several boxes,
+where torch's helper gives a single, wrong one. Sources: torch/distributed/tensor/_utils.py and
+placement_types.py (2.13).
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from milepost.wire.offers import Box
 
 BOXES_MAX: Final = 1024
-"""Boxes one local shard may fall apart into; each costs a container of 1.5 KiB and an entry of the
-index."""
+"""How many boxes one local shard may consist of; each costs a container of 1.5 KiB and an entry in
+the index."""
 
 
 Split: TypeAlias = tuple[int, int, int]
-"""One mesh dimension's cut of a tensor dimension: parts, this rank's part, split factor (1: a plain
-Shard)."""
+"""How one mesh dimension cuts a tensor dimension: number of parts, this rank's part, split factor
+(1: a plain Shard)."""
 
 
 class LocalBox(NamedTuple):
-    """One box of a tensor on this rank: where it lies in the whole tensor, its sizes, where it lies
-    in the local one.
-    """
+    """One box of a tensor on this rank."""
 
     offsets: Box
+    """In the whole tensor."""
     sizes: Box
     local_offsets: Box
+    """In the local tensor."""
 
 
 def _cut(ranges: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
-    """Return positions [begin, end) of the sequence that `ranges` (start, length) stand for."""
+    """Return positions [begin, end) of the indices in `ranges` (start, length), as such ranges."""
     taken = []
     for start, length in ranges:
         low, high = max(begin, 0), min(end, length)
@@ -51,12 +51,11 @@ def _cut(ranges: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int,
 
 
 def local_ranges(size: int, splits: Sequence[Split]) -> list[tuple[int, int]]:
-    """Return which indices of a dimension a rank holds, in the order it holds them, as (start,
-    length) ranges.
+    """Return which indices of a dimension a rank holds, in its order, as (start, length) ranges.
 
-    The cuts apply one after the other, each to what the one before left. A plain cut is
-    torch.chunk; one with a split factor f cuts into f pieces first and takes this rank's chunk of
-    each.
+    The cuts apply one after the other, each to what the one before has left. A plain cut is
+    torch.chunk; a cut with a split factor f first cuts into f pieces, then takes this rank's chunk
+    of each.
     """
     ranges = [(0, size)] if size else []
     for parts, index, factor in splits:
@@ -77,11 +76,14 @@ def local_ranges(size: int, splits: Sequence[Split]) -> list[tuple[int, int]]:
 
 
 def local_boxes(size: Box, splits: Mapping[int, Sequence[Split]]) -> list[LocalBox]:
-    """Return the boxes that make up a rank's local tensor, at least one; `splits` maps a tensor
-    dimension to its cuts.
+    """Return the boxes that make up a rank's local tensor, at least one.
 
     An empty local tensor is one box without elements, at the offset where torch puts it: the end of
-    the dimension.
+    the dimension. Raises ValueError for more than `BOXES_MAX` boxes.
+
+    Args:
+        size: of the whole tensor.
+        splits: by tensor dimension, its cuts.
     """
     axes = []
     for dim, length in enumerate(size):
@@ -111,7 +113,7 @@ def splits_of(
 ) -> dict[int, list[Split]]:
     """Return the cuts of each tensor dimension, in the order in which the mesh dimensions apply.
 
-    Raises ValueError, with what to do, for a placement that is no cut of finished values.
+    Raises ValueError, with what to do, for any placement but Replicate and Shard.
     """
     splits: dict[int, list[Split]] = {}
     for mesh_dim in order:

@@ -1,5 +1,5 @@
-"""What one save has to write, as far as this rank offers it: read from the state, by milepost's own
-reading or through a SavePlanner of the user's.
+"""What this rank offers to write in one save: read from the state, directly or through a user's
+SavePlanner.
 
 Knows states and planners; nothing of daemons, arenas or slots. One thread at a time.
 """
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 
 class Content(NamedTuple):
-    """What one save has to write."""
+    """What this rank offers to write in one save."""
 
     items: Items
     structure: str
-    """Its fingerprint."""
+    """The structure's fingerprint."""
     objects: dict[int, bytes] | None
-    """Objects that are serialised already: all of them, where a SavePlanner made them."""
+    """All objects, serialised, if a user's SavePlanner has made them."""
     final: FinalPlan | None
-    """What a SavePlanner of the user's has decided."""
+    """What a user's SavePlanner has decided."""
 
 
 class ContentReader:
@@ -51,8 +51,8 @@ class ContentReader:
 
     Args:
         planner: the user's, or None.
-        group: this rank's place among the others, which a planner of the user's plans with.
-        timeout_s: how long these are waited for.
+        group: this rank's place among the others, with which a user's planner plans.
+        timeout_s: how long to wait for the others.
     """
 
     def __init__(self, planner: SavePlanner | None, group: Group, timeout_s: float) -> None:
@@ -82,13 +82,13 @@ class ContentReader:
         Args:
             save_id: of the save this is for.
             state, per_rank: as for `Checkpointer.save`.
-            ensure: gives the rank its place at the daemon; called first, since a refusal of what
-                is read has to reach the other ranks.
+            ensure: returns once the rank has its place at the daemon. Called first, since the other
+                ranks have to hear of it if the state is refused.
 
         Raises UsageError for what cannot be saved, SaveFailed if planning with the others failed,
         and what `ensure` and the state's own `state_dict()` raise.
         """
-        # Once: a hook that comes and goes may have compiled steps compiled again.
+        # Only once: a hook that comes and goes may make compiled steps recompile.
         watch = contextlib.nullcontext() if self._has_read else watching_steps()
         self._has_read = True
         _, rank = self._place
@@ -104,7 +104,7 @@ class ContentReader:
             with watch:
                 nested = call_stateful(with_per_rank(state, per_rank, rank))
         except Exception as error:
-            # The others are on their way to plan together, and must not wait for this rank.
+            # The others are about to plan together, and must not wait for this rank.
             self._exchange.refuse(save_id, f"before it could plan, raised {error!r}")
             raise
         final = self._exchange.plan(nested, save_id)
@@ -113,11 +113,9 @@ class ContentReader:
         return Content(resolved.items, structure, resolved.objects, final)
 
     def offer(self, content: Content, *, is_still: bool = True) -> tuple[Offer, dict[int, bytes]]:
-        """Return what the planner is told, and all objects serialised. Raises UsageError
-        ("unpicklable").
+        """Return the offer, and all objects serialised. Raises UsageError("unpicklable").
 
-        is_still: nothing changes the state meanwhile on any rank, so that replicas that differ do
-        so for good, and are found.
+        is_still: no rank changes its state meanwhile, so that digests of replicas can be compared.
         """
         if content.final is not None:
             objects = content.objects or {}

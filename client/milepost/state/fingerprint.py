@@ -15,7 +15,7 @@ from milepost.state.tensors import dtype_names
 
 
 def _structure(items: Items, extra: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what tells one structure from another, without copying it."""
+    """Return what distinguishes one structure from another, without copying it."""
     devices, placements = items.devices, items.placements
     return (
         items.keys,
@@ -45,25 +45,25 @@ def fingerprint(items: Items, extra: Sequence[Any] = ()) -> str:
 
     Covers keys and their paths, kinds, dtypes, shapes, boxes, placements with this rank's mesh
     coordinates, kinds of device, whether gradients are required (`.metadata` records it), and
-    `extra` (plain data: the world's size and the like). Not covered: values, objects, digests. The
-    same in every process. About 0.2 us an item. Raises UsageError("usage") for a key that is not
-    valid Unicode.
+    `extra` (plain data, such as the number of ranks). Does not cover values, objects and digests.
+    The same in every process. About 0.2 us an item. Raises UsageError("usage") for a key that is
+    not valid Unicode.
     """
     return _hashed(_structure(items, extra))
 
 
 class Fingerprints:
-    """Returns `fingerprint`s one after the other. Keeps the last structure, none of its tensors:
-    most are the same again, and to compare takes a third of the time that to hash takes.
+    """Takes fingerprints one after the other. Remembers the last structure, but none of its
+    tensors: most are the same again, and comparing takes a third of the time of hashing.
     """
 
     def __init__(self) -> None:
         self._known: tuple[tuple[Any, ...], str] = (), ""
 
     def take(self, items: Items, extra: Sequence[Any]) -> str:
-        """Return `fingerprint(items, extra)`; the items' columns are not to be changed from now."""
+        """Return `fingerprint(items, extra)`. The items' columns must not change afterwards."""
         structure = _structure(items, extra)
         if structure != self._known[0]:
-            # At once: an interrupt must not leave one structure with the name of another.
+            # In one step: an interrupt must not leave one structure with the name of another.
             self._known = structure, _hashed(structure)
         return self._known[1]

@@ -19,10 +19,9 @@ is worth."""
 
 
 def serialise_objects(items: Items, chosen: Iterable[int] | None = None) -> dict[int, bytes]:
-    """Return the serialised form of all objects among the items, or of the chosen ones: stock DCP's
-    BYTE_IO.
+    """Return the serialised form of all objects among the items, or of the chosen ones, by item.
 
-    Raises UsageError("unpicklable") naming the key.
+    It is what stock DCP writes for BYTE_IO. Raises UsageError("unpicklable"), naming the key.
     """
     considered = range(len(items)) if chosen is None else chosen
     return {
@@ -58,11 +57,14 @@ def make_offer(
     with_digests: bool = True,
     to_lowest_rank: bool = False,
 ) -> Offer:
-    """Return what this rank tells the planner.
+    """Return what this rank tells the planner. Reads every small tensor, but is needed only once
+    for a structure.
 
-    `objects` is what `serialise_objects(items)` returned; they can be staged as they are. Digests
-    find replicas that differ, so a rank that is alone needs none. Costs a read of every small
-    tensor: once a structure, not once a save.
+    Args:
+        items: of the state.
+        objects: what `serialise_objects(items)` returned; they can be staged as they are.
+        with_digests: find replicas that differ; a rank that is alone needs none.
+        to_lowest_rank: see `Offer.to_lowest_rank`.
     """
     digests = _tensor_digests(items) if with_digests else {}
     if with_digests:

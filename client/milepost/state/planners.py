@@ -1,15 +1,15 @@
 """A user's SavePlanner: its local half in each trainer, its global half in rank 0's.
 
 Owns the sequence of calls that torch promises to a planner, the exchange of plans between ranks
-through the process group's store, and the offer that says "a planner has decided". It must not know
-of daemons, arenas or files. Plans travel as pickles, as torch's own collectives send them: between
+through the process group's store, and the offer that says that a planner has decided. It must not
+know of daemons, arenas or files. Plans travel as pickles, as in torch's own collectives: between
 the trainers of one process group, never to a daemon.
 
-Every save calls `set_up_planner` and `create_local_plan` again, so that `resolve_data` sees current
-tensors, and the ranks agree over the store whether the global plan they have still holds: a few
-short messages a rank. Plans travel, and rank 0 plans anew, only when a local plan has changed
-somewhere. (Each rank deciding by itself would be cheaper, and would leave a rank whose plan changed
-waiting for others that have no reason to come.)
+Every save calls `set_up_planner` and `create_local_plan` again, so that `resolve_data` sees the
+current tensors. The ranks then agree over the store, with a few short messages each, whether their
+global plan still holds. Only if a local plan has changed on some rank do plans travel, and rank 0
+makes a new global plan. (If each rank decided by itself, a rank whose plan has changed would wait
+for others that have no reason to come.)
 
 Sources: torch/distributed/checkpoint/planner.py, default_planner.py, state_dict_saver.py and
 utils.py (2.13).
@@ -54,9 +54,9 @@ _PLANNER_HINT: Final = "fix the SavePlanner, or leave `planner` out to use the d
 
 
 def is_default(planner: SavePlanner | None) -> bool:
-    """Tell whether milepost's own plan means the same as this planner's, so that it need not run.
+    """Return whether milepost's own plan is equivalent to this planner's, which then does not run.
 
-    `dedup_save_to_lowest_rank` travels in the offer. A subclass may do anything.
+    `dedup_save_to_lowest_rank` travels in the offer. A subclass may do anything, so it runs.
     """
     return planner is None or (
         type(planner) is DefaultSavePlanner
@@ -71,10 +71,10 @@ def wants_lowest_rank(planner: SavePlanner | None) -> bool:
 
 
 class FinalPlan(NamedTuple):
-    """What a planner has decided. `metadata` is there on rank 0 only.
+    """What a planner has decided. Only rank 0 has `metadata`.
 
-    plan_id: the exchange it comes from, the same on all ranks; belongs into the fingerprint, since
-    the global plan may change for a rank whose own part does not.
+    plan_id: the exchange that made the plan, the same on all ranks. It is part of the fingerprint,
+    since the global plan may change while this rank's part stays the same.
     """
 
     plan: SavePlan
@@ -83,7 +83,7 @@ class FinalPlan(NamedTuple):
 
 
 def _signature(plan: SavePlan) -> tuple[object, ...]:
-    """Return what two local plans have in common exactly if one global plan serves both."""
+    """Return a value that is equal for two local plans exactly if one global plan serves both."""
     items: list[tuple[object, ...]] = []
     for item in plan.items:
         data, index = item.tensor_data, item.index
@@ -95,10 +95,10 @@ def _signature(plan: SavePlan) -> tuple[object, ...]:
         properties = (known.dtype, known.layout, known.requires_grad, known.pin_memory)
         items.append((*entry, *box, *properties))
     try:
-        # By content, since a planner may change its own data in place.
+        # By content, since a planner may change its data in place.
         extra = pickle.dumps((plan.planner_data, plan.storage_data))
     except Exception:
-        # What cannot be compared counts as changed; if it has to travel, that is reported there.
+        # What cannot be compared counts as changed. An error is reported once it has to travel.
         return (items, object())
     return (items, hashlib.blake2b(extra, digest_size=16).digest())
 
@@ -108,10 +108,10 @@ class PlannerExchange:
 
     Args:
         planner: the user's.
-        rank, world: within the ranks that save together; rank 0 coordinates.
-        store: shared by these ranks; its keys below `exchange_id` are this object's. None for one
-            rank.
-        timeout_s: how long a rank is waited for in each of the at most three rounds of a save.
+        rank, world: among the ranks that save together; rank 0 coordinates.
+        store: shared by these ranks; its keys below `exchange_id` belong to this object. None for
+            one rank.
+        timeout_s: how long to wait for a rank in each round; a save has at most three.
     """
 
     def __init__(
@@ -131,11 +131,11 @@ class PlannerExchange:
         self._timeout_s = timeout_s
         self._signature: tuple[object, ...] = ()
         self._part: SavePlan | None = None
-        """This rank's part of the global plan in force, as rank 0 returned it."""
+        """This rank's part of the present global plan, as rank 0 returned it."""
         self._metadata: Metadata | None = None
         self._plan_id = ""
         self._spent: list[str] = []
-        """Rank 0: answers that everybody has read once all have come to the next round."""
+        """Rank 0: answers that can be deleted once all ranks have come to the next round."""
 
     def plan(
         self,
@@ -151,9 +151,9 @@ class PlannerExchange:
             storage_meta: handed to `set_up_planner`.
 
         Raises:
-            SaveFailed: on every rank, "planner-failed" with rank and exception when the planner
-                raised anywhere, "rank-missing" naming the ranks that did not come. The plan before
-                is kept only if no new one was begun.
+            SaveFailed: on every rank: "planner-failed" with rank and exception if the planner
+                raised on any of them, "rank-missing" naming the ranks that did not come. The
+                earlier plan is kept only if no new one was begun.
         """
         planner = self._planner
 
@@ -163,7 +163,7 @@ class PlannerExchange:
             return plan, _signature(plan)
 
         made, fault = self._try("making its local plan", create_local)
-        # A planner with torch's plan cache says by an unusable plan that nothing has changed.
+        # With torch's plan cache, a plan that is not usable means that nothing has changed.
         is_kept = (
             made is not None
             and self._part is not None
@@ -191,10 +191,10 @@ class PlannerExchange:
         return FinalPlan(final, self._metadata, self._plan_id)
 
     def refuse(self, exchange_id: str, fault: str) -> None:
-        """Come to a save's first round only to say that this rank cannot take part.
+        """Take part in a save's first round only to say that this rank cannot go on.
 
-        The others then fail by this rank's name and do not wait for it. Returns once they know, or
-        did not come themselves.
+        The others then fail with this rank's name instead of waiting for it. Returns once they
+        know, or did not come.
         """
         with suppress(SaveFailed):
             self._agree(f"{exchange_id}/local", "same", f"rank {self._rank}, {fault}")
@@ -214,7 +214,7 @@ class PlannerExchange:
         packed_plans = self._gather(f"{exchange_id}/planned", keys)
 
         def create_global() -> tuple[list[SavePlan], list[bytes]]:
-            # An empty one is a fault that its rank reports itself.
+            # An empty one is from a rank that reports its fault itself.
             plans.extend(pickle.loads(packed) for packed in packed_plans if packed)
             if len(plans) < self._world:
                 return [], []
@@ -237,12 +237,12 @@ class PlannerExchange:
         except Exception as error:
             return None, f"rank {self._rank}, {act}, raised {type(error).__name__}: {error}"
 
-    # --- rounds: every rank says a word, rank 0 answers all with what follows from them ---------
+    # --- rounds: every rank says a word, and rank 0 answers all with what follows from them -----
 
     def _agree(self, name: str, word: str, fault: str) -> str:
-        """Return "new" if any rank says so, else "same", on all ranks once all have come.
+        """Return "new" if any rank says "new", else "same", on all ranks once all have come.
 
-        Raises SaveFailed on every rank if one has a fault, or is missing.
+        Raises SaveFailed on every rank if any has a fault, or is missing.
         """
         said = f"fault\n{fault}" if fault else f"{word}\n"
         if self._store is not None:
@@ -272,7 +272,7 @@ class PlannerExchange:
     def _gather(self, name: str, keys: list[str]) -> list[bytes]:
         """Return what the ranks wrote under these keys, each of which ends with its rank.
 
-        Rank 0 only. If one does not come, the round `name` is answered with that, and it raises.
+        Rank 0 only. If a rank does not come, this answers the round `name` with that, and raises.
         """
         if not keys:
             return []
@@ -296,7 +296,7 @@ class PlannerExchange:
         )
 
     def _get(self, key: str) -> bytes:
-        """Wait for something rank 0 writes, which waits for everybody itself before it does."""
+        """Wait for what rank 0 writes, longer than rank 0 itself waits for the other ranks."""
         store, wait_s = cast("Store", self._store), 2 * self._timeout_s
         try:
             store.wait([key], timedelta(seconds=wait_s))
@@ -305,33 +305,33 @@ class PlannerExchange:
         return store.get(key)
 
     def _put(self, key: str, value: bytes) -> None:
-        # The store takes bytes as they are; only torch's annotation says str.
+        # The store takes bytes as well; only torch's annotation says str.
         cast("Store", self._store).set(key, cast("str", value))
 
     def _delete(self, keys: list[str]) -> None:
-        """Take keys out of the store, which else holds them for as long as the run lasts."""
+        """Delete keys from the store, which would keep them for as long as the run lasts."""
         for key in keys:
-            # A store that cannot delete keeps a few bytes a save.
+            # A store that cannot delete keeps a few bytes for each save.
             with suppress(RuntimeError):
                 cast("Store", self._store).delete_key(key)
 
 
 class Resolved(NamedTuple):
-    """What a final plan's items are in this save; `objects` are serialised already, by item."""
+    """The items of a final plan in this save; `objects` are serialised, by item."""
 
     items: Items
     objects: dict[int, bytes]
 
 
 def resolve(plan: SavePlan, planner: SavePlanner) -> Resolved:
-    """Look up through the planner all that this rank writes; item i is entry i of the plan.
+    """Have the planner resolve all that this rank writes; item i is entry i of the plan.
 
     To be called in each save, after `PlannerExchange.plan`. Tensors are live unless the planner
-    made them, so stage before the state changes.
+    made them, so stage them before the state changes.
 
     Raises:
-        SaveFailed: "planner-failed" if the planner raised or returned something else than a tensor
-            for a tensor and a BytesIO for an object.
+        SaveFailed: "planner-failed" if the planner raised, or returned anything but a tensor for a
+            tensor and a BytesIO for an object.
         UsageError: "unsupported-tensor" for a tensor that cannot be stored exactly.
     """
     items, objects = Items(), {}
@@ -386,10 +386,10 @@ def _boxes(write_item: WriteItem) -> tuple[tuple[int, ...], tuple[int, ...], tup
 
 
 def make_final_offer(final: FinalPlan, resolved: Resolved) -> Offer:
-    """Return the offer of a rank whose planner has decided: all items, where and as they are.
+    """Return the offer of a rank whose planner has decided: this rank writes every item of it.
 
-    Lengths and dtypes are those of the tensors really resolved, boxes those of the plan. Raises
-    UsageError for planner data that is no plain data.
+    Lengths and dtypes are those of the resolved tensors, boxes those of the plan. Raises UsageError
+    for planner data that is not plain data.
     """
     items, planned = resolved.items, final.plan.items
     properties = [None if i.tensor_data is None else i.tensor_data.properties for i in planned]

@@ -1,4 +1,4 @@
-"""What can be done to checkpoints and daemons from outside a training run: one module a command.
+"""What can be done with checkpoints and daemons from outside a training run: a module per command.
 
 Each returns data, plain Structs that `--json` prints as they are; `milepost.cli` shows them.
 """

@@ -1,5 +1,5 @@
-"""`milepost list`: what lies under a root. Reads directories and the heads of manifests, no
-torch.
+"""`milepost list`: what lies under a root. Reads directories and the beginnings of manifests, and
+never imports torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ListedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     step: int
-    """-1 where neither manifest nor name tells."""
+    """-1 if neither the manifest nor the name says it."""
     path: str
     bytes: int
     files: int
@@ -31,12 +31,12 @@ class ListedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     is_latest: bool
     """`latest` points here."""
     modified_at_ms: int
-    """When its last file was put there, by the file system's clock: for what milepost wrote, when
-    `.metadata` was, moments before the commit. 0 if that cannot be told."""
+    """When `.metadata`, the last file, was written, by the file system's clock: moments before the
+    commit. 0 if that cannot be read."""
 
 
 class ListedPartial(msgspec.Struct, frozen=True, kw_only=True):
-    """A directory that is no checkpoint."""
+    """A directory that is not a checkpoint."""
 
     name: str
     path: str
@@ -62,7 +62,7 @@ def require_directory(path: Path) -> Path:
 
 
 def require_root(path: Path) -> Path:
-    """Return the path if it may be a root. Raises UsageError, also for a checkpoint."""
+    """Return the path if it can be a root. Raises UsageError, also for a checkpoint."""
     if (require_directory(path) / METADATA_NAME).exists():
         raise UsageError(
             "usage", f"{path} is a checkpoint, not a root", f"did you mean {path.parent}?"
@@ -71,7 +71,7 @@ def require_root(path: Path) -> Path:
 
 
 def list_root(path: Path) -> Listing:
-    """Return what lies under a root. Raises UsageError if it is none, StorageError."""
+    """Return what lies under a root. Raises UsageError if it is not a root, StorageError."""
     root = Root(require_root(path))
     latest = root.latest()
     checkpoints = []
@@ -116,7 +116,7 @@ def _modified_at_ms(directory: Path) -> int:
 
 
 def _measure(directory: Path) -> tuple[int, int]:
-    """Return the number of files and their bytes; what vanishes meanwhile does not count."""
+    """Return the number of files and their bytes; files that vanish meanwhile do not count."""
     files = size = 0
     try:
         for entry in os.scandir(directory):

@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 class Pruning(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of checkpoints: kept and foreign ones newest first, removed ones oldest first."""
+    """Names of checkpoints; `kept` and `foreign` are newest first, `removed` oldest first."""
 
     root: str
     kept: tuple[str, ...]
     removed: tuple[str, ...]
-    """What was removed, or with `dry_run` would be."""
+    """Those that were removed, or would be with `dry_run`."""
     foreign: tuple[str, ...]
-    """Not written by milepost: not counted, not touched."""
+    """Those that milepost did not write: neither counted nor touched."""
     dry_run: bool
 
 
 def prune(path: Path, keep_last: int, *, dry_run: bool = False) -> Pruning:
     """Keep the newest `keep_last` of our checkpoints, at least one, and what `latest` points at.
 
-    Each removal is a rename first, so that whoever looks finds a whole checkpoint or none.
+    Each removal begins with a rename, so that a reader finds a whole checkpoint or none.
 
     Raises:
         UsageError: the root is no directory.
-        StorageError: a checkpoint could not be removed; newer ones are left alone then.
+        StorageError: a checkpoint could not be removed; newer ones are then left alone.
     """
     root = Root(require_root(path))
     entries = root.checkpoints()

@@ -1,6 +1,6 @@
-"""`milepost status`: a daemon's own picture, asked over its local socket or over HTTP, and shown.
+"""`milepost status`: a daemon's own status, fetched over its local socket or over HTTP, and shown.
 
-The picture is the JSON of `GET /status`; nothing is worked out here that the daemon did not say.
+It is the JSON of `GET /status`; nothing is shown here that the daemon did not say.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 STATUS_BYTES_MAX: Final = 64 << 20
-"""Largest answer taken from a URL; a node with a hundred jobs sends less than 1 MB."""
+"""Largest answer accepted from a URL; a node with a hundred jobs sends less than 1 MB."""
 
 
 def fetch(run_dir: Path, url: str, token: str, timeout_s: float) -> dict[str, Any]:
-    """Return the status of the daemon at `url`, or if that is empty, of the one of `run_dir`.
+    """Return the status of the daemon at `url`, or if that is empty, of the one in `run_dir`.
 
     Raises:
         Unavailable: no daemon answers there.
-        UsageError: the URL is none, or the daemon wants a token.
+        UsageError: the URL is not valid, or the daemon wants a token.
     """
     if url:
         return _fetch_url(url, token, timeout_s)
     from milepost.link.connection import fetch_status
     from milepost.link.embedded import is_running
 
-    # Said at once: the answer of a daemon that is not there would be waited for.
+    # Checked first: asking would wait for the answer of a daemon that is not there.
     if not is_running(run_dir):
         raise Unavailable(
             "daemon-unreachable",
@@ -54,7 +54,7 @@ def fetch(run_dir: Path, url: str, token: str, timeout_s: float) -> dict[str, An
 
 
 def _fetch_url(url: str, token: str, timeout_s: float) -> dict[str, Any]:
-    # "localhost:9470" alone would be read as a URL of the scheme "localhost".
+    # "localhost:9470" alone would be parsed as a URL of the scheme "localhost".
     address = (url if "://" in url else f"http://{url}").rstrip("/")
     try:
         parts = urlsplit(address)
@@ -68,7 +68,7 @@ def _fetch_url(url: str, token: str, timeout_s: float) -> dict[str, Any]:
     request = urllib.request.Request(address)
     if token:
         request.add_unredirected_header("Authorization", f"Bearer {token}")
-    # Straight to the node: a proxy meant for the outside world cannot reach it.
+    # Without a proxy: one for the outside world cannot reach the node.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=timeout_s) as answer:
@@ -96,7 +96,7 @@ def _fetch_url(url: str, token: str, timeout_s: float) -> dict[str, Any]:
 
 
 def render(status: dict[str, Any]) -> RenderableType:
-    """Return the picture for people: node, saves in flight, jobs, peers."""
+    """Return the status for people: node, saves in flight, jobs, peers."""
     parts: list[RenderableType] = [_node(status)]
     if "writer" in status:  # daemons of earlier versions do not say
         parts.append(_writer(status["writer"]))
@@ -203,7 +203,7 @@ def _peers(peers: list[dict[str, Any]]) -> Table:
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """Return a table in the form that all commands share; nothing in it is ever cut off."""
+    """Return a table in the form that all commands share; long cells are wrapped, never cut off."""
     table = Table(
         title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
     )

@@ -7,10 +7,10 @@ from milepost.wire.messages import Cause
 
 
 def error_of(cause: Cause, kind: type[MilepostError]) -> MilepostError:
-    """Return the cause as an exception, with where it happened in its text."""
+    """Return the cause as an exception whose text says where it happened."""
     where = [f"node {cause.node}"] if cause.node else []
     where += [f"rank {cause.rank}"] if cause.rank >= 0 else []
     text = f"{cause.message} ({', '.join(where)})" if where else cause.message
     if where and cause.message.endswith(text[len(cause.message) :]):
-        text = cause.message  # It has come from there as an error before, and says so already.
+        text = cause.message  # It came from there as such an error, and says so already.
     return kind(cause.code, text, cause.hint)

@@ -1,10 +1,10 @@
 """Every message that crosses a process boundary, in the order in which a save sends them.
 
-This file owns the wire: message types, their encoding (msgpack arrays of a type name and a map),
-the protocol version, and the limits. It knows nothing of sockets. Rules of evolution: a new field
-has a default, a field never changes its type or meaning, unknown fields are ignored, an unknown
-type is an error that names it. Nothing on the wire is a pickle that the daemon opens: `offer` and
-the like are opaque bytes that only the planner's child decodes, as msgpack.
+This file owns the protocol: message types, their encoding (msgpack arrays of a type name and a
+map), the version, and the limits. It knows nothing of sockets. Rules of evolution: a new field has
+a default, a field never changes its type or meaning, unknown fields are ignored, an unknown type is
+an error that names it. The daemon unpickles nothing: `offer` and the like are opaque bytes, which
+only the planner's child decodes, as msgpack.
 
 Data runs: trainer -> its node's daemon (`Hello` .. `Leave`), daemon -> trainer (`Welcome` ..
 `Concluded`), daemon <-> daemon (`Gathered` .. `Outcome`), daemon <-> its planner child (see
@@ -24,11 +24,11 @@ from milepost.errors import ProtocolError
 PROTOCOL_VERSION: Final = 2
 
 MESSAGE_BYTES_MAX: Final = 256 << 20
-"""Largest message taken from a socket: an offer of 1,000,000 shards is about 100 MB; anything
+"""Largest message accepted from a socket: an offer of 1,000,000 shards is about 100 MB; anything
 larger is an attack or a bug."""
 
 HEARTBEAT_S: Final = 1.0
-"""How often a session says it is alive."""
+"""How often a session says that it is alive."""
 
 SILENCE_S: Final = 15.0
 """How long the daemon may be silent before a client calls it lost: many heartbeats, since a node
@@ -50,8 +50,8 @@ class NodeRef(msgspec.Struct, frozen=True):
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """Why something failed, as told to people: code, sentence, hint, and where it happened (`node`,
-    `rank`; -1: none).
+    """Why something failed, for people: code, sentence, hint, and where it happened (`node`, and
+    `rank`; -1: no rank).
     """
 
     code: str
@@ -84,14 +84,14 @@ class SaveRef(msgspec.Struct, frozen=True):
     name: str
     overwrite: bool = False
     is_plan_only: bool = False
-    """Nothing is to be saved: the ranks only want layouts, ahead of their first save."""
+    """Nothing is saved: the ranks only want layouts, ahead of their first save."""
     place: str = ""
     """Absolute path of a directory that is to become the checkpoint; empty: `name` below the job's
     root does."""
 
 
 class Ending(StrEnum):
-    """How a save ends. A new value raises `PROTOCOL_VERSION`: older sides cannot read it."""
+    """How a save ends. A new value needs a new `PROTOCOL_VERSION`: older sides cannot read it."""
 
     COMMITTED = "committed"
     """It is a checkpoint."""
@@ -121,8 +121,8 @@ class Hello(Message, frozen=True):
 class Join(Message, frozen=True):
     """One rank takes its place in a job. The daemon answers `Joined` or `Refused`.
 
-    `cohort` lists the nodes once, `node_of_rank[r]` indexes it. The coordinator is the node of rank
-    0.
+    `cohort` lists each node once; `node_of_rank[r]` is rank r's index in it. The coordinator is the
+    node of rank 0.
     """
 
     job: str
@@ -133,12 +133,12 @@ class Join(Message, frozen=True):
     cohort: tuple[NodeRef, ...]
     keep: Keep = Keep()
     deadline_s: float = 600.0
-    """From a save's first report on a node to its outcome, all stages together."""
+    """Limit for all stages of a save together: from its first report on a node to its outcome."""
 
 
 class Offered(Message, frozen=True):
-    """The rank's structure is new: here is all it could write. The daemon answers `LayoutReady` or
-    concludes the save.
+    """The rank's structure is new, so it says all that it could write. The daemon answers
+    `LayoutReady`, or concludes the save.
     """
 
     save: SaveRef
@@ -148,8 +148,8 @@ class Offered(Message, frozen=True):
 
 
 class Staged(Message, frozen=True):
-    """The image is complete; the trainer may change its weights. The daemon writes it and concludes
-    the save later.
+    """The image is complete, and the trainer may change its weights. The daemon writes the image,
+    and concludes the save later.
     """
 
     save: SaveRef
@@ -168,8 +168,8 @@ class Skipped(Message, frozen=True):
 
 
 class Unable(Message, frozen=True):
-    """This rank cannot complete the save (its state was refused, shared memory is short); it fails
-    on all ranks.
+    """This rank cannot complete the save (its state was refused, or shared memory is too small); it
+    fails on all ranks.
     """
 
     save: SaveRef
@@ -183,11 +183,11 @@ class AbortWanted(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """I am alive; answered by `Pong`."""
+    """The client is alive. Answered by `Pong`."""
 
 
 class Leave(Message, frozen=True):
-    """The rank is done; what it staged is still finished. Answered by `Left`."""
+    """The rank is done. Saves that it has staged are still finished. Answered by `Left`."""
 
 
 class PreemptionNoticed(Message, frozen=True):
@@ -195,13 +195,13 @@ class PreemptionNoticed(Message, frozen=True):
 
 
 class ReadsTold(Message, frozen=True):
-    """Answer to `ReadsWanted`: how often this rank has read `preempted`; it holds the next read."""
+    """Answer to `ReadsWanted`: how often this rank has read `preempted`. Its next read waits."""
 
     reads: int
 
 
 class StatusWanted(Message, frozen=True):
-    """Answered by `StatusIs`, without `Hello`."""
+    """Asks for the status; needs no `Hello`. Answered by `StatusIs`."""
 
 
 # --- daemon to trainer
@@ -233,18 +233,18 @@ class Joined(Message, frozen=True):
 
 
 class LayoutReady(Message, frozen=True):
-    """What this rank shall write: stage it in this order, then send `Staged`."""
+    """What this rank has to write: it stages it in this order, then sends `Staged`."""
 
     save_id: str
     layout_id: str
     assigned: bytes
-    """Bit i (little-endian within each byte) is set if item i of the rank's offer is to be
-    staged."""
+    """Bit i (little-endian within each byte) is set if the rank has to stage item i of its
+    offer."""
     warnings: tuple[Cause, ...] = ()
 
 
 class Progress(Message, frozen=True):
-    """The save's phase on this node moved on (for people; nothing depends on it)."""
+    """The save's phase on this node has changed. For people; nothing depends on it."""
 
     save_id: str
     phase: str
@@ -260,20 +260,20 @@ class Concluded(Message, frozen=True):
     elapsed_s: float = 0.0
     cause: Cause | None = None
     layout_valid: bool = True
-    """False: the plan is void; offer again at the next save."""
+    """False: the plan no longer holds; the rank has to offer again at the next save."""
     slot_free: bool = True
-    """False: the daemon still reads the image (the save failed while it was being written);
+    """False: the daemon still reads the image, since the save failed while it was being written;
     `SlotFreed` follows."""
 
 
 class SlotFreed(Message, frozen=True):
-    """The daemon no longer touches the image of a save that has ended."""
+    """The daemon no longer reads the image of a save that has ended."""
 
     save_id: str
 
 
 class ReadsWanted(Message, frozen=True):
-    """A rank was told to go: say how often you have read `preempted`, and hold the next read."""
+    """A rank was told to go. Asks how often this rank has read `preempted`; its next read waits."""
 
 
 class Preempted(Message, frozen=True):
@@ -287,7 +287,7 @@ class Pong(Message, frozen=True):
 
 
 class Left(Message, frozen=True):
-    """Answer to `Leave`: nothing of this rank is pending."""
+    """Answer to `Leave`: no save of this rank is pending."""
 
 
 class StatusIs(Message, frozen=True):
@@ -301,11 +301,13 @@ class StatusIs(Message, frozen=True):
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """What one rank said about a save: staged under a layout, or an offer that needs one."""
+    """What one rank said about a save: that it has staged under a layout, or an offer that needs
+    one.
+    """
 
     rank: int
     layout_id: str = ""
-    """The layout it has staged under; empty if it offers."""
+    """The layout that it has staged under; empty if it offers."""
     fingerprint: str = ""
     offer: bytes = b""
 
@@ -326,7 +328,7 @@ class Gathered(Message, frozen=True):
 
 
 class Planned(Message, frozen=True):
-    """Coordinator to node: layouts for its ranks that offered."""
+    """Coordinator to node: layouts for the ranks that offered."""
 
     save: SaveRef
     layouts: tuple[RankLayout, ...]
@@ -345,7 +347,7 @@ class WrittenFile(msgspec.Struct, frozen=True):
 
 class Prepared(Message, frozen=True):
     """Node to coordinator: all its files and its manifest fragment are durable. Repeated until an
-    outcome comes.
+    `Outcome` comes.
     """
 
     save: SaveRef
@@ -378,9 +380,10 @@ class Outcome(Message, frozen=True):
 
 
 class WordWanted(Message, frozen=True):
-    """Coordinator to node: the save waits for you; fail it if a local rank is gone. Node to
-    coordinator: the save is open here and waits for local ranks; ask the others. Repeated while
-    that is so.
+    """Asks for a message about a save that is waiting. Repeated while it waits.
+
+    Coordinator to node: the save waits for this node, which fails it if a local rank is gone. Node
+    to coordinator: the save has begun here and waits for local ranks, so ask the other nodes.
     """
 
     save: SaveRef
@@ -394,8 +397,8 @@ class RankReads(msgspec.Struct, frozen=True):
 
 
 class PreemptionSaid(Message, frozen=True):
-    """Node to coordinator: a local rank was told to go (no `reads` yet), or how often the local
-    ranks have read. Repeated until `PreemptionDecided` comes.
+    """Node to coordinator: a local rank was told to go (then without `reads`), or how often the
+    local ranks have read. Repeated until `PreemptionDecided` comes.
     """
 
     job: str
@@ -404,14 +407,16 @@ class PreemptionSaid(Message, frozen=True):
 
 
 class PreemptionAsked(Message, frozen=True):
-    """Coordinator to node: ask the local ranks. Repeated until all have told."""
+    """Coordinator to node: ask the local ranks for their reads. Repeated until all nodes have
+    answered.
+    """
 
     job: str
     attempt: int
 
 
 class PreemptionDecided(Message, frozen=True):
-    """Coordinator to node: from which read on all ranks answer true."""
+    """Coordinator to node: all ranks answer true from this read on."""
 
     job: str
     attempt: int
@@ -456,7 +461,7 @@ PeerMessage: TypeAlias = SaveMessage | PreemptionMessage
 
 
 class PeerEnvelope(msgspec.Struct, frozen=True):
-    """What travels between daemons: who says it, and in which of its lives."""
+    """What travels between daemons: a message, the daemon that sent it, and its incarnation."""
 
     protocol: int
     node_id: str

@@ -1,8 +1,8 @@
 """What one rank could write, as columns: the planner's input.
 
-An offer travels as opaque msgpack bytes through the daemons and is opened only by the planner's
-child. Entry i of every column belongs to item i. It holds no payload and nothing that has to be
-unpickled. Owner: this file; no torch.
+An offer travels through the daemons as opaque msgpack bytes; only the planner's child opens it.
+Entry i of every column belongs to item i. It holds no payload, and nothing that has to be
+unpickled. Never imports torch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import msgspec
 from milepost.errors import ProtocolError
 
 Box: TypeAlias = tuple[int, ...]
-"""Offsets or sizes, one number a dimension."""
+"""Offsets or sizes, one number for each dimension."""
 
 
 class Kind(IntEnum):
     """What an item is."""
 
     TENSOR = 0
-    """A whole tensor; every rank that offers the key holds the same (torch:
+    """A whole tensor; all ranks that offer the key hold the same values (torch:
     WriteItemType.TENSOR)."""
     SHARD = 1
     """A box of a tensor (torch: WriteItemType.SHARD)."""
@@ -36,8 +36,8 @@ class Kind(IntEnum):
 class GlobalMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """What a user's `create_global_plan` returned, without torch's classes; sent by rank 0 only.
 
-    Column entry i describes key i of `state_dict_metadata`, in its order; objects have empty dtype,
-    size and chunks.
+    Entry i of every column describes the i-th key of `state_dict_metadata`; objects have an empty
+    dtype, size and chunks.
     """
 
     keys: tuple[str, ...]
@@ -70,13 +70,12 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bytes
     """One 0 or 1 a byte: what TensorProperties records."""
     digests: tuple[int, ...]
-    """CRC-32 of a replica's content where it is cheap (objects, small CPU tensors) and -1
-    elsewhere; used once, to find replicas that differ."""
+    """CRC-32 of a replica's content where it is cheap (objects, small CPU tensors), else -1. Used
+    once, to find replicas that differ."""
     paths: tuple[tuple[str | int, ...], ...]
     """The path of each key in the nested state (torch: planner_data of DefaultSavePlanner)."""
     final: bool = False
-    """True: a user's SavePlanner has decided; every item is to be written, where it is, as it
-    is."""
+    """True: a user's SavePlanner has decided; each rank writes every item of its offer."""
     metadata: GlobalMetadata | None = None
     """With `final`, on rank 0."""
     to_lowest_rank: bool = False
@@ -117,8 +116,8 @@ def decode_offer(data: bytes) -> Offer:
 
 
 def pack_assigned(items: Iterable[int], count: int) -> bytes:
-    """Return a bit set over `count` items: bit i, little-endian within each byte, is set for the
-    given ones.
+    """Return a set of items as bits: bit i, little-endian within each byte, stands for item i of
+    `count`.
     """
     bits = bytearray((count + 7) // 8)
     for item in items:
@@ -136,8 +135,8 @@ def unpack_assigned(assigned: bytes, count: int) -> list[int]:
 
 
 def layout_id(fingerprint: str, assigned: bytes) -> str:
-    """Name a rank's layout: the same offer with the same assignment always lies in the same
-    places.
+    """Return the name of a rank's layout: the same offer with the same assignment always has the
+    same layout.
     """
     return hashlib.blake2b(assigned, digest_size=12, key=fingerprint.encode()[:64]).hexdigest()
 
@@ -152,8 +151,8 @@ def _default(value: Any) -> Any:
 
 
 def pack_plain(value: Any) -> bytes:
-    """Encode None, bool, int, float, str, bytes, and lists, tuples and dicts of these, types kept.
-    Raises TypeError.
+    """Encode None, bool, int, float, str, bytes, and lists, tuples and dicts of these; types are
+    kept. Raises TypeError.
     """
     packed: bytes = msgpack.packb(value, default=_default, strict_types=True)
     return packed
