@@ -45,7 +45,7 @@ class ArchiveError(ValueError):
     """It is no whole archive; says why, in lower case."""
 
 
-class Entry(NamedTuple):
+class ArchiveEntry(NamedTuple):
     """One file of an archive, stored as it is. `at`: where its bytes begin."""
 
     at: int
@@ -118,7 +118,7 @@ class Archive:
         """Return the names of all entries."""
         return list(self._listed)
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> ArchiveEntry:
         """Return where an entry's bytes are, from its local header. Raises ArchiveError."""
         header_at, length, crc = self._listed[name]
         header = self._read(header_at, _LOCAL.size)
@@ -131,7 +131,7 @@ class Archive:
         at = header_at + _LOCAL.size + name_bytes + extra_bytes
         if at + length > self._directory_at:
             raise ArchiveError(f"the entry {name!r} goes beyond the directory")
-        return Entry(at, length, crc)
+        return ArchiveEntry(at, length, crc)
 
     def read(self, name: str, limit: int) -> bytes:
         """Return a small entry's bytes, compared with its checksum. Raises ArchiveError."""

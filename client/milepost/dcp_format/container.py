@@ -82,7 +82,7 @@ def dtype_from_name(name: str) -> torch.dtype:
     return dtype
 
 
-class Template(NamedTuple):
+class ContainerTemplate(NamedTuple):
     """A container without its payload. Positions are in bytes from the container's first byte.
 
     prefix, suffix: what is before and after the payload. payload_at == len(prefix). crc_at,
@@ -147,7 +147,7 @@ def _payload_stand_in(payload_bytes: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=TEMPLATES_MAX)
-def template(shape: tuple[int, ...], dtype: torch.dtype) -> Template:
+def template(shape: tuple[int, ...], dtype: torch.dtype) -> ContainerTemplate:
     """Return the container of a contiguous CPU tensor of this kind, as stock DCP writes it.
 
     Allocates no memory for the payload, whatever its size. Takes about 0.1 ms, once per shape and
@@ -182,7 +182,9 @@ def template(shape: tuple[int, ...], dtype: torch.dtype) -> Template:
         crc_at = suffix_at + len(_DESCRIPTOR)
     else:
         crc_at = entry.crc_at
-    return Template(prefix, suffix, payload_at, payload_bytes, total_bytes, crc_at, entry.crc_at)
+    return ContainerTemplate(
+        prefix, suffix, payload_at, payload_bytes, total_bytes, crc_at, entry.crc_at
+    )
 
 
 _PAYLOAD_NAME: Final = b"/data/0"

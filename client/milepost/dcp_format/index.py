@@ -361,7 +361,7 @@ _INT: Final = struct.Struct("<q")
 _FRAME: Final = struct.Struct("<cQ")
 
 
-class Draft:
+class IndexDraft:
     """The content of `.metadata` for all saves with the same layouts and files, with gaps for what
     differs: where objects lie, and the save's name. Describing and pickling a million tensors takes
     many seconds; filling the gaps takes a copy.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from isal import isal_zlib
 
-from milepost.dcp_format.container import Template, template
+from milepost.dcp_format.container import ContainerTemplate, template
 from milepost.errors import CorruptCheckpoint, LoadFailed, UsageError
 from milepost.exchange.opening import load_plain
 
@@ -41,7 +41,7 @@ _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
 _DESCRIPTOR: Final = b"PK\x07\x08"
 
 
-class Place(NamedTuple):
+class BlobPlace(NamedTuple):
     """Where a blob lies. crc: of the whole container, by the manifest; None if there is none."""
 
     file: str
@@ -128,7 +128,7 @@ class Payload:
     """The elements of one shard, contiguous and row-major, read once from front to back."""
 
     def __init__(
-        self, files: DataFiles, key: str, place: Place, size: Box, dtype: torch.dtype
+        self, files: DataFiles, key: str, place: BlobPlace, size: Box, dtype: torch.dtype
     ) -> None:
         """Open the blob; nothing is read yet.
 
@@ -179,7 +179,7 @@ class Payload:
             )
         return opened
 
-    def _hold(self, known: Template) -> _Opened:
+    def _hold(self, known: ContainerTemplate) -> _Opened:
         """Read a small blob at once, and check it at once."""
         blob = self._files.read(self._place.file, self._place.offset, self._place.length)
         at = known.payload_at
@@ -194,7 +194,7 @@ class Payload:
         self._check_whole(blob)
         return _Opened(0, self.left, None, self._loaded(blob))
 
-    def _streamed(self, known: Template) -> _Opened:
+    def _streamed(self, known: ContainerTemplate) -> _Opened:
         """Find a large blob's payload by what is known of its form, or by its zip directory."""
         place = self._place
         if (

@@ -20,7 +20,7 @@ from milepost.dcp_format.coverage import index_problems
 from milepost.dcp_format.index import read_metadata
 from milepost.errors import CorruptCheckpoint, LoadFailed
 from milepost.exchange.bands import bands, meet
-from milepost.exchange.blobs import DataFiles, Payload, Place, check_records, damage
+from milepost.exchange.blobs import BlobPlace, DataFiles, Payload, check_records, damage
 from milepost.exchange.opening import load_plain
 from milepost.exchange.source import BLOCK_BYTES, Source, TensorForm, is_plain
 from milepost.format.manifest import METADATA_NAME, Manifest, read_manifest
@@ -56,7 +56,7 @@ class CheckpointSource(Source):
         self._metadata = metadata = read_metadata(checkpoint)
         self._crcs = self._read_manifest()
         self._problems = {problem.key: problem.text for problem in index_problems(metadata)}
-        self._places: dict[str, dict[Box | None, Place]] = {}
+        self._places: dict[str, dict[Box | None, BlobPlace]] = {}
         extended = self._read_places()
         for key, entry in metadata.state_dict_metadata.items():
             if key in extended:
@@ -105,7 +105,7 @@ class CheckpointSource(Source):
                 extended.add(index.fqn)
             at = None if index.offset is None else tuple(index.offset)
             places = self._places.setdefault(index.fqn, {})
-            places[at] = Place(file, offset, length, crc)
+            places[at] = BlobPlace(file, offset, length, crc)
         return extended
 
     def blocks(self, key: str, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
@@ -154,7 +154,7 @@ class CheckpointSource(Source):
         ]
 
     @staticmethod
-    def _place(places: Mapping[Box | None, Place], offsets: Box) -> Place:
+    def _place(places: Mapping[Box | None, BlobPlace], offsets: Box) -> BlobPlace:
         # A whole tensor may have been stored without its offset.
         return places[offsets] if offsets in places else places[None]
 
@@ -181,7 +181,7 @@ class CheckpointSource(Source):
         self._check(key, place, blob)
         return blob
 
-    def _object_place(self, key: str) -> Place:
+    def _object_place(self, key: str) -> BlobPlace:
         places = self._places.get(key, {})
         place = places.get(None, places.get(()))
         if place is None:
@@ -193,7 +193,7 @@ class CheckpointSource(Source):
             raise damage(self.checkpoint, place.file, key, text)
         return place
 
-    def _check(self, key: str, place: Place, blob: bytes) -> None:
+    def _check(self, key: str, place: BlobPlace, blob: bytes) -> None:
         if place.crc is None:
             text = check_records(blob)
             if text is None:

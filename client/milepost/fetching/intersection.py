@@ -15,7 +15,7 @@ from typing import NamedTuple
 from milepost.wire.offers import Box
 
 
-class Overlap(NamedTuple):
+class Intersection(NamedTuple):
     """What a chunk and a wanted box have in shared."""
 
     chunk: int
@@ -61,7 +61,7 @@ class Chunks:
             len(boxes),
         )
 
-    def overlaps(self, offsets: Box, sizes: Box) -> list[Overlap]:
+    def overlaps(self, offsets: Box, sizes: Box) -> list[Intersection]:
         """Return what the chunks have in shared with a box, where that is not empty.
 
         `O(log n)` in the number of chunks for usual shardings, after the first call has sorted
@@ -91,7 +91,7 @@ class Chunks:
         indices = sorted(range(self._count), key=column.__getitem__)
         return _Order(dim, indices, [column[i] for i in indices], max(self._sizes[dim]))
 
-    def _overlap(self, chunk: int, offsets: Box, sizes: Box) -> Overlap | None:
+    def _overlap(self, chunk: int, offsets: Box, sizes: Box) -> Intersection | None:
         stored_at, wanted_at, lengths = [], [], []
         for starts, extents, at, length in zip(
             self._offsets, self._sizes, offsets, sizes, strict=True
@@ -104,10 +104,10 @@ class Chunks:
             stored_at.append(low - start)
             wanted_at.append(low - at)
             lengths.append(shared)
-        return Overlap(chunk, tuple(stored_at), tuple(wanted_at), tuple(lengths))
+        return Intersection(chunk, tuple(stored_at), tuple(wanted_at), tuple(lengths))
 
 
-def missing(sizes: Box, overlaps: Sequence[Overlap]) -> int:
+def missing(sizes: Box, overlaps: Sequence[Intersection]) -> int:
     """Return how many elements of a box no chunk holds, if no two chunks hold the same."""
     return prod(sizes) - sum(prod(overlap.sizes) for overlap in overlaps)
 

@@ -40,7 +40,7 @@ class ImageLayout(NamedTuple):
     table: bytes
     """What the daemon reads: see `format.layout.TableRow`."""
     tensors: TensorColumns
-    containers: tuple[tuple[int, container.Template], ...]
+    containers: tuple[tuple[int, container.ContainerTemplate], ...]
     """Offset in the image and form of each tensor's container."""
     objects: tuple[int, ...]
     """The items to serialise, ascending."""

@@ -76,7 +76,7 @@ class Split(NamedTuple):
 
 
 @dataclass(eq=False)
-class Part:
+class DevicePart:
     """What one copy does on one device. Guarded tensors come first, clones after them."""
 
     streams: Streams
@@ -220,7 +220,7 @@ class Copy:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[DevicePart],
         spans: Spans,
         on_end: Callable[[MilepostError | None], None],
         on_waited: Callable[[float], None] = lambda waited_s: None,
@@ -552,7 +552,7 @@ class Overlap:
         layout: TensorColumns,
         targets: Sequence[torch.Tensor | None],
         image: memoryview,
-    ) -> list[Part]:
+    ) -> list[DevicePart]:
         chosen, sources, keys = layout.items, items.sources, items.keys
         whole = torch.frombuffer(image, dtype=torch.uint8) if len(image) else None
         by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
@@ -565,7 +565,7 @@ class Overlap:
                 by_device[sources[chosen[position]].device].append(position)
         parts = {}
         for device, positions in by_device.items():
-            part = parts[device] = Part(self._queues(device), whole)
+            part = parts[device] = DevicePart(self._queues(device), whole)
             own = [chosen[position] for position in positions]
             part.keys = [keys[item] for item in own]
             part.sources = [sources[item] for item in own]
@@ -575,7 +575,9 @@ class Overlap:
         for position in split.cloned:
             target, source = targets[position], sources[chosen[position]].detach()
             if target is not None:
-                part = parts.setdefault(source.device, Part(self._queues(source.device), whole))
+                part = parts.setdefault(
+                    source.device, DevicePart(self._queues(source.device), whole)
+                )
                 clone = torch.empty_like(source)
                 part.streams.here(_copier(clone, source))
                 part.targets.append(target)
@@ -589,7 +591,11 @@ class Overlap:
         return found
 
     def _set_kept(
-        self, part: Part, device: torch.device, layout: TensorColumns, positions: tuple[int, ...]
+        self,
+        part: DevicePart,
+        device: torch.device,
+        layout: TensorColumns,
+        positions: tuple[int, ...],
     ) -> None:
         """Give a part what is kept from save to save while the layout stays."""
         made_for = (positions, layout.sizes, layout.dtypes, layout.payloads_at)

@@ -43,7 +43,7 @@ from milepostd.planner.refusals import RequestRefused, UnseenFile, fault_of_ours
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
-    from milepost.dcp_format.index import Draft
+    from milepost.dcp_format.index import IndexDraft
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class _Composition:
         self._assigned = assigned
         self.counted = {rank: frozenset(items) for rank, items in counted.items()}
         self._files: dict[int, str] = {}
-        self._draft: Draft | None = None
+        self._draft: IndexDraft | None = None
 
     @cached_property
     def tensors(self) -> dict[int, _TensorColumns]:
@@ -87,12 +87,12 @@ class _Composition:
             for rank, offer in sorted(self.offers.items())
         }
 
-    def draft(self, files: dict[int, str]) -> Draft:
+    def draft(self, files: dict[int, str]) -> IndexDraft:
         """Return the index for files of these names. Raises SaveFailed, UsageError."""
-        from milepost.dcp_format.index import Draft
+        from milepost.dcp_format.index import IndexDraft
 
         if self._draft is None or self._files != files:
-            self._draft = Draft(self.offers, self._assigned, files)
+            self._draft = IndexDraft(self.offers, self._assigned, files)
             self._files = files
         return self._draft
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from milepost.dcp_format.container import (
-    Template,
+    ContainerTemplate,
     dtype_from_name,
     dtype_name,
     serialise,
@@ -35,7 +35,7 @@ REFUSED = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4", "int4", "uint1",
 SHAPES = ((), (1,), (3, 5), (2, 1, 3), (1, 4, 1), (0,), (2, 0, 3))
 
 
-def fill(made: Template, payload: bytes) -> bytes:
+def fill(made: ContainerTemplate, payload: bytes) -> bytes:
     """Assemble a container as the trainer (prefix, payload, suffix) and the writer (CRC) do."""
     assert len(payload) == made.payload_bytes
     blob = bytearray(made.prefix + payload + made.suffix)
@@ -149,7 +149,7 @@ def test_a_templates_numbers_agree_for_any_shape(shape: tuple[int, ...], name: s
 class SparseZip(io.RawIOBase):
     """A container whose payload is zeros that are nowhere in memory."""
 
-    def __init__(self, made: Template) -> None:
+    def __init__(self, made: ContainerTemplate) -> None:
         self.made, self.at = made, 0
 
     def seekable(self) -> bool:

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from milepost.dcp_format.container import dtype_name, serialise, template
 from milepost.dcp_format.index import (
-    Draft,
+    IndexDraft,
     build_metadata,
     pickle_metadata,
     read_metadata,
@@ -502,7 +502,7 @@ def test_a_draft_filled_in_is_the_index_built_anew(
 ) -> None:
     case = case_of(ranks(name), tmp_path)
     case = with_final(case) if is_final else case
-    draft = Draft(case.offers, case.assigned, case.files)
+    draft = IndexDraft(case.offers, case.assigned, case.files)
     far = {
         rank: {item: (at + (1 << 40), length % 7) for item, (at, length) in objects.items()}
         for rank, objects in case.objects.items()
@@ -519,13 +519,13 @@ def test_a_draft_filled_in_is_the_index_built_anew(
 @pytest.mark.parametrize("name", ["", "größe", "x" * 300, "storage_meta"])
 def test_a_draft_takes_a_checkpoint_of_any_name(name: str, tmp_path: Path) -> None:
     case = case_of(ranks("objects"), tmp_path)
-    filled = Draft(case.offers, case.assigned, case.files).fill(case.objects, name, name)
+    filled = IndexDraft(case.offers, case.assigned, case.files).fill(case.objects, name, name)
     assert StorageMeta(checkpoint_id=name, save_id=name) == pickle.loads(filled).storage_meta
 
 
 def test_an_object_without_a_place_is_named_by_a_draft_as_well(tmp_path: Path) -> None:
     case = case_of(ranks("objects"), tmp_path)
-    draft = Draft(case.offers, case.assigned, case.files)
+    draft = IndexDraft(case.offers, case.assigned, case.files)
     said = "rank 0 reported no place for the object 'epoch'"
     with pytest.raises(SaveFailed, match=said) as caught:
         draft.fill({}, "save-7", "root/step_7")

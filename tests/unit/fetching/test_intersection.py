@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from milepost.fetching.intersection import (
     Chunks,
-    Overlap,
+    Intersection,
     boxes_within,
     flat_range,
     missing,
@@ -80,12 +80,15 @@ def test_overlaps_are_every_element_of_the_box_once(
 
 def test_what_no_chunk_holds_is_counted() -> None:
     found = Chunks.of([((0, 0), (2, 4)), ((3, 0), (1, 4))]).overlaps((1, 1), (3, 2))
-    assert [Overlap(0, (1, 1), (0, 0), (1, 2)), Overlap(1, (0, 1), (2, 0), (1, 2))] == found
+    assert [
+        Intersection(0, (1, 1), (0, 0), (1, 2)),
+        Intersection(1, (0, 1), (2, 0), (1, 2)),
+    ] == found
     assert 2 == missing((3, 2), found)
 
 
 def test_a_scalar_is_one_element_of_its_one_chunk() -> None:
-    assert [Overlap(0, (), (), ())] == Chunks.of([((), ())]).overlaps((), ())
+    assert [Intersection(0, (), (), ())] == Chunks.of([((), ())]).overlaps((), ())
 
 
 @given(data=st.data(), chunk=st.lists(st.integers(1, 5), max_size=3).map(tuple))
@@ -116,6 +119,6 @@ def test_a_rank_finds_its_own_among_thousands_of_chunks_at_once() -> None:
     began_s = time.perf_counter()
     chunks = Chunks.of(boxes)
     for rank in range(count):
-        assert [Overlap(rank, (0, 0), (0, 0), (3, 8))] == chunks.overlaps(*boxes[rank])
+        assert [Intersection(rank, (0, 0), (0, 0), (3, 8))] == chunks.overlaps(*boxes[rank])
     # To compare each with each takes many seconds.
     assert time.perf_counter() - began_s < 2

@@ -37,13 +37,8 @@ BANNED_WORDS = re.compile(
 BANNED_FILES = {"utils", "util", "common", "helpers", "manager", "base", "misc"}
 
 TWICE_NAMED = {
-    "Draft": "a new file that gets its name at the end; `.metadata` without what differs by save",
-    "Entry": "a file in an archive; a key that one of two checkpoints has",
-    "Overlap": "what two files have in common; copying behind the next step",
-    "Part": "where a box and a band meet; what one copy does on one device",
     "Place": "where a save is published; where a daemon's threads may run",
     "Session": "a trainer's connection, on its own side and on the daemon's",
-    "Template": "a state that is to be filled; a container without its payload",
     "Verdicts": "how the ranks agree on a load; executors that decide a save",
 }
 """Public class names that two modules still give to different things. One that is mended goes off
