@@ -19,6 +19,10 @@ tensor of a subclass as such, which it then refuses to load.
 """
 
 
+NESTED = ["keys", "alignment", "nothing", "only_objects", "many"]
+"""States that hold plain dicts, lists, tensors and objects, and so need no template."""
+
+
 class Run(NamedTuple):
     """What the one run of this module has left."""
 
@@ -90,6 +94,11 @@ def _resume(ck: Any) -> dict[str, Any]:
     told["added"] = report.added
     told["bare sgd"] = states.describe(states.trained("sgd")[1].state_dict())
     told["bare sgd resumed"] = states.describe(state["sgd"])
+    for name in NESTED:
+        state = states.make(name)
+        told[f"{name} nested"] = states.describe(state)
+        report = ck.load(None, step=list(states.SINGLE).index(name))
+        told[f"{name} without a template"] = states.describe(report.state)
     return told
 
 
@@ -171,6 +180,13 @@ def test_moments_that_a_fresh_optimizer_has_no_place_for_yet_are_restored(run: R
     momentum = tuple(f"sgd.state.{at}.momentum_buffer" for at in range(5))
     assert momentum == run.resumed["added"]
     assert run.resumed["bare sgd"] == run.resumed["bare sgd resumed"]
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_without_a_template_a_state_comes_back_with_its_keys_and_nesting(
+    run: Run, name: str
+) -> None:
+    assert run.resumed[f"{name} nested"] == run.resumed[f"{name} without a template"]
 
 
 def test_no_class_of_ours_is_in_an_index(run: Run) -> None:

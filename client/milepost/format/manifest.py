@@ -72,6 +72,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     milepost_version: str = ""
     committed_at_ms: int = 0
     """Wall clock of the coordinator, milliseconds since 1970."""
+    nesting: bytes = b""
+    """What the index does not say of the state's dicts, as `format.nesting` packs it; before the
+    columns, so that it is read without them."""
     files: tuple[str, ...] = ()
     file_bytes: tuple[int, ...] = ()
     keys: tuple[str, ...] = ()

@@ -10,9 +10,9 @@ torch/distributed/checkpoint/default_planner.py (2.13).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -41,8 +41,16 @@ class Landing(NamedTuple):
     name_of: Naming
 
 
-SavedNames: TypeAlias = Callable[[Path], Mapping[str, Any]]
-"""Of the dict at a path, its keys by their text, where they were no text when they were saved."""
+class Saved(Protocol):
+    """What a checkpoint remembers of how its state was nested."""
+
+    def names(self, path: Path) -> Mapping[str, Any]:
+        """Return of the dict at a path the keys that were no text, by their text."""
+        ...
+
+    def empty(self) -> Iterable[Path]:
+        """Return the paths of empty dicts."""
+        ...
 
 
 @dataclass
@@ -55,6 +63,8 @@ class Match:
     """Keys of objects, in order."""
     landings: list[Landing] = field(default_factory=list)
     """Of objects, and of tensors that were made."""
+    empty: list[Landing] = field(default_factory=list)
+    """Of empty dicts, where nothing is in their place."""
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
@@ -95,7 +105,7 @@ def match(
     rank: int,
     cast: bool,
     is_whole: bool,
-    saved_names: SavedNames,
+    saved: Saved,
 ) -> Match:
     """Return what to load.
 
@@ -105,9 +115,9 @@ def match(
         rank: whose own state to load beside.
         cast: tensors of another dtype are converted, not refused.
         is_whole: take everything that the checkpoint holds; the template is empty.
-        saved_names: of the dict at a path, its keys by their text where they were no text.
+        saved: asked only where the template has empty places, or for a rank's own state.
     """
-    matcher = _Matcher(template, metadata, cast, saved_names)
+    matcher = _Matcher(template, metadata, cast, saved)
     matcher.match_template(is_whole)
     matcher.match_rank(rank)
     return matcher.found
@@ -116,16 +126,14 @@ def match(
 class _Matcher:
     """One call of `match`."""
 
-    def __init__(
-        self, template: Template, metadata: Metadata, cast: bool, saved_names: SavedNames
-    ) -> None:
+    def __init__(self, template: Template, metadata: Metadata, cast: bool, saved: Saved) -> None:
         self.found = Match(wanted=len(template.leaves))
         self._template = template
         self._held = metadata.state_dict_metadata
         paths = getattr(metadata, "planner_data", None)
         self._paths: Mapping[str, Any] = paths if isinstance(paths, Mapping) else {}
         self._cast = cast
-        self._saved_names = saved_names
+        self._saved = saved
         self._branches = {branch.path: branch for branch in template.branches}
         self._own_names: dict[Path, Mapping[str, Any]] = {}
 
@@ -149,6 +157,16 @@ class _Matcher:
             else:
                 found.added.append(key)
                 absent.pop(filled.leaf, None)
+        for path in self._saved.empty() if hollows else ():
+            at = next((at for at in range(len(path), -1, -1) if path[:at] in hollows), None)
+            if at is not None and not _PER_RANK.match(str(path[0])):
+                hollow = hollows[path[:at]]
+                landing = Landing(
+                    "", hollow.holder, hollow.name, path[:at], path[at:], self._name_of
+                )
+                found.empty.append(landing)
+                if at == len(path):
+                    absent.pop(hollow.leaf, None)
         found.missing += absent
 
     def match_rank(self, rank: int) -> None:
@@ -158,8 +176,8 @@ class _Matcher:
 
         def name_of(path: Path, text: str) -> Any:
             if path:
-                return self._saved_names((f"{prefix}{path[0]}", *path[1:])).get(text, text)
-            return self._saved_names(()).get(f"{prefix}{text}", text)
+                return self._saved.names((f"{prefix}{path[0]}", *path[1:])).get(text, text)
+            return self._saved.names(()).get(f"{prefix}{text}", text)
 
         for key, entry in self._held.items():
             own = _PER_RANK.match(key)
@@ -170,6 +188,10 @@ class _Matcher:
             if key.startswith(prefix) and str(first).startswith(prefix):
                 path = (str(first).removeprefix(prefix), *others)
                 self._land(entry, Landing(key, box, "", (), path, name_of))
+        for first, *others in self._saved.empty():
+            if str(first).startswith(prefix):
+                path = (str(first).removeprefix(prefix), *others)
+                found.empty.append(Landing("", box, "", (), path, name_of))
 
     # --- exact keys
 
@@ -312,7 +334,7 @@ class _Matcher:
             own = self._own_names[path] = {str(name): name for name in names}
         if text in own:
             return own[text]
-        return self._saved_names(path).get(text, text)
+        return self._saved.names(path).get(text, text)
 
 
 def _like_parameter(

@@ -6,10 +6,15 @@ it was saved is told by others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path as FilePath
 from typing import Any, TypeAlias
 
+from milepost.format.nesting import read_nesting
 from milepost.state.flattening import Path
+from milepost.state.keys import key_of
 
 Naming: TypeAlias = Callable[[Path, str], Any]
 """Of a dict at a path, and of the text of a key there: the key itself."""
@@ -22,6 +27,33 @@ class CannotNest(Exception):
 def as_text(_path: Path, text: str) -> Any:
     """Take every key as text."""
     return text
+
+
+class SavedNesting:
+    """What the manifest of a checkpoint tells of the dicts in it; read when it is first asked."""
+
+    def __init__(self, checkpoint: FilePath) -> None:
+        self._checkpoint = checkpoint
+
+    @cached_property
+    def _read(self) -> tuple[dict[Path, dict[str, Any]], tuple[Path, ...]]:
+        nesting = read_nesting(self._checkpoint)
+        names: dict[Path, dict[str, Any]] = {}
+        for path, texts, forms in nesting.names:
+            known = names[path] = {}
+            for text, form in zip(texts, forms, strict=False):
+                # What a damaged or newer manifest says, or an enum that is not imported here.
+                with suppress(ValueError, RuntimeError):
+                    known[text] = key_of(form)
+        return names, nesting.empty
+
+    def names(self, path: Path) -> Mapping[str, Any]:
+        """Return of the dict at a path the keys that were no text, by their text."""
+        return self._read[0].get(path, {})
+
+    def empty(self) -> Iterable[Path]:
+        """Return the paths of empty dicts."""
+        return self._read[1]
 
 
 def put(container: Any, base: Path, path: Path, value: Any, name_of: Naming) -> None:
@@ -37,6 +69,17 @@ def put(container: Any, base: Path, path: Path, value: Any, name_of: Naming) -> 
             _set(container, name, inner)
         container = inner
     _set(container, _name(container, (*base, *path[:-1]), path[-1], name_of), value)
+
+
+def add_empty(container: Any, base: Path, path: Path, name_of: Naming) -> None:
+    """Put an empty dict at `path`, unless something is there. Raises CannotNest."""
+    for depth, part in enumerate(path):
+        name = _name(container, (*base, *path[:depth]), part, name_of)
+        inner = _get(container, name)
+        if inner is None:
+            put(container, (*base, *path[:depth]), path[depth:], {}, name_of)
+            return
+        container = inner
 
 
 def _name(container: Any, path: Path, part: str | int, name_of: Naming) -> Any:

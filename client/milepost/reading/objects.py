@@ -17,13 +17,14 @@ import importlib
 import io
 import os
 import pickle
-import sys
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowed_globals
+
+from milepost.state.keys import imported_enum
 
 
 class ObjectRefused(Exception):
@@ -183,15 +184,6 @@ def _allowed(full: str) -> Any:
         return None  # numpy is not installed, or too old or new to have it.
 
 
-def _imported_enum(module: str, name: str) -> Any:
-    """Return an enum class that the program has imported, or None; imports nothing."""
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        # Not by getattr: a module may import when it is asked for a name.
-        found = getattr(found, "__dict__", {}).get(part)
-    return found if isinstance(found, enum.EnumMeta) else None
-
-
 def _find(module: str, name: str) -> Any:
     """Return what a pickle may have under a name, or None."""
     full = f"{module}.{name}"
@@ -200,7 +192,7 @@ def _find(module: str, name: str) -> Any:
         found = _get_user_allowed_globals().get(full)  # type: ignore[no-untyped-call]
     if found is None:
         found = _allowed(full)
-    return _imported_enum(module, name) if found is None else found
+    return imported_enum(module, name) if found is None else found
 
 
 def _name_of(thing: Any) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -25,7 +26,7 @@ from milepost.link.rendezvous import Group, gather, tell_all
 from milepost.reading.blobs import BlobReader, TorchReader
 from milepost.reading.destinations import Destination, destinations_of
 from milepost.reading.matching import Landing, Match, match
-from milepost.reading.nesting import CannotNest, put, rename_parameters
+from milepost.reading.nesting import CannotNest, SavedNesting, add_empty, put, rename_parameters
 from milepost.reading.objects import ObjectRefused, load_object
 from milepost.reading.template import Template, read_template
 from milepost.reading.verdict import Verdicts
@@ -234,7 +235,7 @@ class _Load:
             rank=self._rank,
             cast=self._options.cast,
             is_whole=self._is_whole,
-            saved_names=lambda _path: {},
+            saved=SavedNesting(self._checkpoint),
         )
         boxes, refused = destinations_of(self.match.tensors)
         self.match.others += [f"{key!r}: {text}" for key, text in refused]
@@ -336,6 +337,8 @@ class _Load:
                 leaf.holder[leaf.name] = leaf.value
         for landing in found.landings:
             self._put(landing)
+        for landing in found.empty:
+            self._put_empty(landing)
         if self._is_whole:
             rename_parameters(template.roots)
         for name, value in template.roots.items():
@@ -370,6 +373,17 @@ class _Load:
                 return
             text = f"{self._checkpoint} holds {key!r}, which has no place in the state"
             raise LoadFailed("load-failed", text, "leave out what stands there") from error
+
+    @staticmethod
+    def _put_empty(landing: Landing) -> None:
+        """Put an empty dict where one was saved, unless something is there."""
+        _, holder, name, base, path, name_of = landing
+        if not path:
+            if holder[name] is None or (isinstance(holder[name], list) and not holder[name]):
+                holder[name] = {}
+        elif isinstance(holder[name], dict | list):
+            with suppress(CannotNest):
+                add_empty(holder[name], base, path, name_of)
 
     def _reading(self, read: Callable[[], _Result]) -> _Result:
         """Read, and say in our words what went wrong."""

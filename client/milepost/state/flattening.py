@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from milepost.errors import UsageError
+from milepost.format.nesting import Nesting
+from milepost.state.keys import NO_FORM, plain_form
 
 Path: TypeAlias = tuple[str | int, ...]
 """Where a value stands in the nested state."""
@@ -67,6 +69,10 @@ class Paths(Mapping[str, Path]):
         """By leaf, its container."""
         self.names: list[str | int] = []
         """By leaf, its key or index there."""
+        self.odd_names: list[tuple[Path, list[Any], list[str]]] = []
+        """Of each dict with keys that are no text: where it stands, these keys, and their texts."""
+        self.empty: list[Path] = []
+        """Where empty dicts stand."""
 
     @cached_property
     def _by_key(self) -> dict[str, Path]:
@@ -75,7 +81,18 @@ class Paths(Mapping[str, Path]):
 
     def columns(self) -> tuple[object, ...]:
         """Return what tells these paths from others of the same keys, as plain data."""
-        return (self.containers, self.holders)
+        # The type of a key and its text tell what it is.
+        odd = [(path, texts, _type_names(keys)) for path, keys, texts in self.odd_names]
+        return (self.containers, self.holders, odd, self.empty)
+
+    def nesting(self) -> Nesting:
+        """Return what flattening loses."""
+        names = []
+        for path, keys, texts in self.odd_names:
+            forms = [plain_form(key.key if isinstance(key, _OwnName) else key) for key in keys]
+            known = [each for each in zip(texts, forms, strict=True) if each[1] is not NO_FORM]
+            names.append((path, tuple(text for text, _ in known), tuple(form for _, form in known)))
+        return Nesting(tuple(names), tuple(self.empty))
 
     def __getitem__(self, key: str) -> Path:
         return self._by_key[key]
@@ -87,8 +104,18 @@ class Paths(Mapping[str, Path]):
         return len(self._flat)
 
 
-def _named(values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    return zip(map(str, values), values.values(), strict=True)
+class _OwnName(str):
+    """The top-level name of an entry of a rank's own, whose key is no text."""
+
+    key: Any
+
+
+def _type_names(keys: list[Any]) -> list[str]:
+    """Return the names of the keys' types; one name, if they are all of one."""
+    types = [type(key.key) if isinstance(key, _OwnName) else type(key) for key in keys]
+    if len(set(types)) == 1:
+        del types[1:]
+    return [f"{each.__module__}.{each.__qualname__}" for each in types]
 
 
 def _walk(
@@ -107,7 +134,15 @@ def _walk(
     """
     put_holder, put_name = paths.holders.append, paths.names.append
     holder = -1
+    odd: tuple[Path, list[Any], list[str]] | None = None
     for name, value in entries:
+        if not is_list and type(name) is not str:
+            if odd is None:
+                odd = (path, [], [])
+                paths.odd_names.append(odd)
+            odd[1].append(name)
+            name = str(name)
+            odd[2].append(name)
         form = forms.get(type(value))
         if form is None:
             form = forms[type(value)] = form_of(type(value))
@@ -120,8 +155,11 @@ def _walk(
             put_name(name)
         else:
             is_inner_list = form == LIST
-            inner = enumerate(value) if is_inner_list else _named(value)
-            _walk(inner, is_inner_list, f"{prefix}{name}.", (*path, name), flat, paths, forms)
+            inner = enumerate(value) if is_inner_list else value.items()
+            inner_path = (*path, name)
+            if not value:
+                paths.empty.append(inner_path)
+            _walk(inner, is_inner_list, f"{prefix}{name}.", inner_path, flat, paths, forms)
 
 
 def _raw_paths(
@@ -229,6 +267,9 @@ def with_per_rank(
                 "rename one of them",
             )
         taken.add(name)
+        if type(key) is not str:
+            name = _OwnName(name)
+            name.key = key
         merged[name] = value
     return merged
 
@@ -245,7 +286,7 @@ def flatten(state: Mapping[Any, Any]) -> tuple[Flat, Paths]:
     flat: Flat = {}
     paths = Paths(flat)
     try:
-        _walk(_named(called), False, "", (), flat, paths, {})
+        _walk(called.items(), False, "", (), flat, paths, {})
     except RecursionError as error:
         raise UsageError(
             "usage", "the state contains itself, or is nested too deeply", "pass a finite state"

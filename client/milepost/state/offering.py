@@ -9,6 +9,8 @@ import torch
 from isal import isal_zlib
 
 from milepost.dcp_format import container
+from milepost.format.nesting import pack_nesting
+from milepost.state.flattening import Paths
 from milepost.state.items import Items
 from milepost.state.tensors import dtype_names
 from milepost.wire.offers import Kind, Offer
@@ -87,6 +89,7 @@ def make_offer(
         digests=tuple(digests.get(item, -1) for item in range(len(items))),
         paths=tuple(items.paths.get(key, (key,)) for key in keys),
         to_lowest_rank=to_lowest_rank,
+        nesting=pack_nesting(items.paths.nesting()) if isinstance(items.paths, Paths) else b"",
     )
 
 

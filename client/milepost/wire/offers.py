@@ -80,6 +80,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """With `final`, on rank 0."""
     to_lowest_rank: bool = False
     """torch: DefaultSavePlanner(dedup_save_to_lowest_rank=True)."""
+    nesting: bytes = b""
+    """What torch's index does not say of the state's dicts; see `format.nesting`."""
 
 
 def encode_offer(offer: Offer) -> bytes:

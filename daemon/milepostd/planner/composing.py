@@ -20,6 +20,7 @@ from milepost.concurrency.collector import collector_paused
 from milepost.errors import MilepostError, StorageError
 from milepost.format import manifest
 from milepost.format.layout import place
+from milepost.format.nesting import merge_nestings
 from milepost.storage.homes import home_of
 from milepost.wire.messages import Cause
 from milepost.wire.offers import Kind, Offer, decode_offer
@@ -86,6 +87,11 @@ class _Composition:
             rank: _tensor_columns(offer, self._assigned[rank], self.counted[rank], columns)
             for rank, offer in sorted(self.offers.items())
         }
+
+    @cached_property
+    def nesting(self) -> bytes:
+        """What the manifest says of the state's dicts."""
+        return merge_nestings(offer.nesting for _, offer in sorted(self.offers.items()))
 
     def draft(self, files: dict[int, str]) -> IndexDraft:
         """Return the index for files of these names. Raises SaveFailed, UsageError."""
@@ -257,7 +263,7 @@ def _with_shared_columns(offer: Offer, columns: dict[object, object]) -> Offer:
     """Return the offer, with columns that equal another rank's replaced by that rank's object."""
     names = (
         "keys", "kinds", "dtypes", "global_sizes", "offsets", "sizes", "container_bytes",
-        "requires_grad", "pinned", "digests", "paths",
+        "requires_grad", "pinned", "digests", "paths", "nesting",
     )  # fmt: skip
     shared = {
         name: columns.setdefault(getattr(offer, name), getattr(offer, name)) for name in names
@@ -336,6 +342,7 @@ def _manifest_of(
         torch_version=str(torch.__version__),
         milepost_version=_milepost_version(),
         committed_at_ms=time.time_ns() // 1_000_000,
+        nesting=composition.nesting,
         files=tuple(names),
         file_bytes=tuple(sizes),
         keys=tuple(keys),

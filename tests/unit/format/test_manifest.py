@@ -46,7 +46,8 @@ FRAGMENT = Fragment(
 
 MANIFEST = Manifest(
     job="run", save_id="1-7", step=7, world=5, torch_version="2.13.0", milepost_version="0.1.0",
-    committed_at_ms=1_750_000_000_000, files=("__3_0.distcp",), file_bytes=(1 << 40,),
+    committed_at_ms=1_750_000_000_000, nesting=b"\x93\xff",
+    files=("__3_0.distcp",), file_bytes=(1 << 40,),
     keys=("w", "épöch"), files_of=(0, 0), offsets=(0, 4096), lengths=(1577, 1261),
     crcs=(0xFFFFFFFF, 0), stretch_bytes=STRETCH_BYTES, stretches=(pack_crcs([7, 0xFFFFFFFF]),),
 )  # fmt: skip

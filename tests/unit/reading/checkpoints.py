@@ -31,7 +31,7 @@ def stock_save(path: Path, state: Mapping[Any, Any]) -> Path:
     return path
 
 
-def adopt(checkpoint: Path, step: int, save_id: str = "1-1") -> None:
+def adopt(checkpoint: Path, step: int, save_id: str = "1-1", nesting: bytes = b"") -> None:
     """Write the manifest of a checkpoint, as if milepost had written it."""
     places = [
         (index.fqn, info.relative_path, info.offset, info.length)
@@ -46,6 +46,7 @@ def adopt(checkpoint: Path, step: int, save_id: str = "1-1") -> None:
         world=1,
         torch_version="2.13.0",
         committed_at_ms=1_700_000_000_000,
+        nesting=nesting,
         files=tuple(files),
         file_bytes=tuple(len(content[file]) for file in files),
         keys=tuple(key for key, _, _, _ in places),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.reading.checkpoints import load, on_ranks, stock_save
+from tests.unit.reading.checkpoints import adopt, load, on_ranks, stock_save
 from torch import nn
 from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint import state_dict_saver as stock
@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from milepost.dcp_format.index import read_metadata
 from milepost.errors import CorruptCheckpoint, LoadFailed, UsageError
+from milepost.format.nesting import pack_nesting
 from milepost.link.rendezvous import Group
 from milepost.reading.restore import LoadReport
-from milepost.state.flattening import flatten
+from milepost.state.flattening import flatten, with_per_rank
 
 # Stock torch warns that it saves for one process, which is what is wanted.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -43,17 +44,18 @@ def zeroed(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else "another value"
 
 
-def assert_equal(left: Any, right: Any) -> None:
-    """Compare nested states, types of keys included."""
+def assert_equal(left: Any, right: Any, *, in_order: bool = True) -> None:
+    """Compare nested states, types of keys included, and their order unless told otherwise."""
     assert type(left) is type(right)
     if isinstance(left, Mapping):
-        assert [(type(key), key) for key in left] == [(type(key), key) for key in right]
+        names = [[(str(type(key)), str(key)) for key in each] for each in (left, right)]
+        assert names[0] == names[1] if in_order else sorted(names[0]) == sorted(names[1])
         for key in left:
-            assert_equal(left[key], right[key])
+            assert_equal(left[key], right[key], in_order=in_order)
     elif isinstance(left, list | tuple):
         assert len(left) == len(right)
         for one, other in zip(left, right, strict=True):
-            assert_equal(one, other)
+            assert_equal(one, other, in_order=in_order)
     elif isinstance(left, torch.Tensor):
         assert left.dtype == right.dtype
         assert torch.equal(left, right)
@@ -252,6 +254,45 @@ def test_checkpoints_of_torch_before_2_4_load_where_a_dict_has_no_tensors(
     report = load(path, None)
     assert_equal(state["config"], report.state["config"])
     assert_equal(state["optimizer"], report.state["optimizer"])
+
+
+NESTED = {
+    **{key: torch.full((2,), float(at)) for at, key in enumerate(KEYS)},
+    "objects": {key: f"value of {key!r}" for key in KEYS},
+    "deep": {key: {key: [torch.ones(1), {key: 3, "e": {}}]} for key in KEYS},
+    "empty": {"a": {}, 5: {}, "list": [torch.ones(1), {}]},
+    "nothing": {},
+}
+
+
+def saved(tmp_path: Path, state: Any, per_rank: Any = None) -> Path:
+    """Save as milepost does: stock's files, and a manifest with what they do not say."""
+    whole = with_per_rank(state, per_rank, 0)
+    path = stock_save(tmp_path / "ours", whole)
+    adopt(path, 7, nesting=pack_nesting(flatten(whole)[1].nesting()))
+    return path
+
+
+def test_what_milepost_saved_comes_back_with_its_keys_and_empty_dicts(tmp_path: Path) -> None:
+    own = {7: torch.ones(1), "a": {None: {}, 3: [torch.ones(2)]}, (1, 2): {}}
+    report = load(saved(tmp_path, NESTED, own), None)
+    assert_equal(NESTED, report.state, in_order=False)
+    assert_equal(own, report.per_rank, in_order=False)
+
+
+def test_empty_places_get_keys_and_empty_dicts_as_they_were_saved(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"a": NESTED, "b": {"c": {}}, "d": {}, 7: {8: {9: torch.ones(1)}}})
+    back: dict[Any, Any] = {"a": None, "b": {}, "d": None, 7: {}}
+    report = load(path, back)
+    assert () == (*report.missing, *report.unexpected)
+    expected = {"a": NESTED, "b": {"c": {}}, "d": {}, 7: {8: {9: torch.ones(1)}}}
+    assert_equal(expected, back, in_order=False)
+
+
+def test_a_fresh_optimizer_saved_by_milepost_is_whole_without_a_template(tmp_path: Path) -> None:
+    fresh = torch.optim.AdamW(nn.Linear(1, 1).parameters())
+    report = load(saved(tmp_path, {"optimizer": fresh}), None)
+    assert_equal(fresh.state_dict(), report.state["optimizer"], in_order=False)
 
 
 # --- what does not fit ----------------------------------------------------------------------------

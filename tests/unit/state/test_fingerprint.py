@@ -39,6 +39,8 @@ def test_a_fingerprint_ignores_values_and_objects_but_no_part_of_the_structure()
         fingerprint_of({"a": 1, "o": 1}),
         fingerprint_of({"a": torch.zeros(2, 3)}),
         fingerprint_of(base, 2),
+        fingerprint_of({**base, "d": {}}),
+        *(fingerprint_of({**base, key: 1}) for key in (7, "7", 7.0, True, None)),
     ]
     assert len({same, *others}) == 1 + len(others)
 

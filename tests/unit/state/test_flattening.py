@@ -133,3 +133,21 @@ def test_state_of_one_rank_never_replaces_another_entry(
 ) -> None:
     with pytest.raises(UsageError, match="key-collision"):
         with_per_rank(state, own, 0)
+
+
+def test_keys_that_are_no_text_and_empty_dicts_are_remembered_beside() -> None:
+    state = {"a": {7: {None: 1, "x": {}}, (1, 2): [torch.ones(1), {}]}, 3: 4}
+    own = {5: {6: 1}, "b": {}}
+    nesting = flatten(with_per_rank(state, own, 2))[1].nesting()
+    assert {
+        (): (("3", "per_rank/2/5"), (3, 5)),
+        ("a",): (("7", "(1, 2)"), (7, ["tuple", [1, 2]])),
+        ("a", "7"): (("None",), (None,)),
+        ("per_rank/2/5",): (("6",), (6,)),
+    } == {path: (texts, forms) for path, texts, forms in nesting.names}
+    assert (("a", "7", "x"), ("a", "(1, 2)", 1), ("per_rank/2/b",)) == nesting.empty
+
+
+def test_text_alone_leaves_nothing_to_remember() -> None:
+    nesting = flatten({"a": {"b": [torch.ones(1), {"c": 1}]}})[1].nesting()
+    assert ((), ()) == (nesting.names, nesting.empty)

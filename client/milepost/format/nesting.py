@@ -1,0 +1,88 @@
+"""What torch's index does not say of how a state was nested: keys of dicts that are no text, and
+dicts that are empty.
+
+Packed as msgpack, once in each rank's offer and once in the manifest. A key stands there in a plain
+form that `state.keys` makes and reads. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgpack
+import msgspec
+
+from milepost.format.manifest import MANIFEST_NAME
+
+StatePath: TypeAlias = tuple[str | int, ...]
+"""Where a value stands in the nested state, as torch tells it: an int is an index of a list."""
+
+
+class Nesting(msgspec.Struct, frozen=True):
+    """What is to be remembered."""
+
+    names: tuple[tuple[StatePath, tuple[str, ...], tuple[Any, ...]], ...] = ()
+    """For each dict with keys that are no text: its path, their texts, their plain forms."""
+    empty: tuple[StatePath, ...] = ()
+    """Paths of empty dicts."""
+
+
+def pack_nesting(nesting: Nesting) -> bytes:
+    """Return the packed form; nothing for nothing."""
+    if not nesting.names and not nesting.empty:
+        return b""
+    packed: bytes = msgpack.packb((nesting.names, nesting.empty))
+    return packed
+
+
+def unpack_nesting(packed: bytes) -> Nesting:
+    """Read back what `pack_nesting` returned. Raises ValueError."""
+    if not packed:
+        return Nesting()
+    names, empty = msgpack.unpackb(packed, use_list=False, strict_map_key=False)
+    return msgspec.convert({"names": names, "empty": empty}, Nesting)
+
+
+def merge_nestings(packed: Iterable[bytes]) -> bytes:
+    """Return what several ranks have packed as one; of a key that they have in different ways the
+    first counts. Raises ValueError.
+    """
+    distinct = list(dict.fromkeys(packed))
+    if len(distinct) < 2:
+        return distinct[0] if distinct else b""
+    names: dict[StatePath, dict[str, Any]] = {}
+    empty: dict[StatePath, None] = {}
+    for each in map(unpack_nesting, distinct):
+        for path, texts, forms in each.names:
+            known = names.setdefault(path, {})
+            for text, form in zip(texts, forms, strict=True):
+                known.setdefault(text, form)
+        empty.update(dict.fromkeys(each.empty))
+    return pack_nesting(
+        Nesting(
+            tuple((path, tuple(of), tuple(of.values())) for path, of in names.items()),
+            tuple(empty),
+        )
+    )
+
+
+def read_nesting(checkpoint: Path) -> Nesting:
+    """Return what a checkpoint's manifest tells, without its columns, which may have many MB;
+    nothing where there is no manifest, or one that cannot be read, which is told elsewhere.
+    """
+    try:
+        with (checkpoint / MANIFEST_NAME).open("rb") as file:
+            return unpack_nesting(next(_values(file, "nesting"), b""))
+    except (OSError, ValueError, TypeError, msgpack.UnpackException, msgspec.ValidationError):
+        return Nesting()
+
+
+def _values(file: Any, wanted: str) -> Iterator[Any]:
+    unpacker = msgpack.Unpacker(file)
+    for _ in range(unpacker.read_map_header()):
+        if unpacker.unpack() == wanted:
+            yield unpacker.unpack()
+        else:
+            unpacker.skip()
