@@ -8,10 +8,7 @@ torch/distributed/checkpoint/filesystem.py (2.13); APPNOTE.TXT of the zip format
 from __future__ import annotations
 
 import ctypes
-import io
 import os
-import struct
-import zipfile
 from collections import OrderedDict
 from functools import cached_property
 from math import prod
@@ -20,9 +17,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from isal import isal_zlib
 
+from milepost.dcp_format.archive import (
+    ArchiveError,
+    check_archive,
+    find_tensor,
+    storage_order,
+)
 from milepost.dcp_format.container import ContainerTemplate, template
 from milepost.errors import CorruptCheckpoint, LoadFailed, UsageError
-from milepost.exchange.opening import load_plain
+from milepost.exchange.opening import open_object
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,9 +39,6 @@ open."""
 HELD_BYTES: Final = 16 << 10
 """Blobs up to this length are read at once and held until they are used up; a tensor may have
 thousands of them."""
-
-_LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
-_DESCRIPTOR: Final = b"PK\x07\x08"
 
 
 class BlobPlace(NamedTuple):
@@ -174,14 +174,12 @@ class Payload:
             return self._hold(known)
         opened = self._streamed(known)
         if place.crc is not None:
-            self._crc = isal_zlib.crc32(
-                self._files.read(place.file, place.offset, opened.payload_at)
-            )
+            self._crc = isal_zlib.crc32(self._read_at(0, opened.payload_at))
         return opened
 
     def _hold(self, known: ContainerTemplate) -> _Opened:
         """Read a small blob at once, and check it at once."""
-        blob = self._files.read(self._place.file, self._place.offset, self._place.length)
+        blob = self._read_at(0, self._place.length)
         at = known.payload_at
         if len(blob) == known.total_bytes and blob.startswith(known.prefix):
             elements = blob[at : at + self.left]
@@ -197,86 +195,59 @@ class Payload:
     def _streamed(self, known: ContainerTemplate) -> _Opened:
         """Find a large blob's payload by what is known of its form, or by its zip directory."""
         place = self._place
-        if (
-            place.length == known.total_bytes
-            and self._files.read(place.file, place.offset, known.payload_at) == known.prefix
-        ):
+        if place.length == known.total_bytes and self._read_at(0, known.payload_at) == known.prefix:
             crc = None
             if place.crc is None:
-                crc = int.from_bytes(
-                    self._files.read(place.file, place.offset + known.crc_at, 4), "little"
-                )
+                crc = int.from_bytes(self._read_at(known.crc_at, 4), "little")
             return _Opened(known.payload_at, known.payload_bytes, crc)
-        window = Window(self._files, place.file, place.offset, place.length)
         try:
-            with zipfile.ZipFile(io.BufferedReader(window, 1 << 16)) as archive:
-                entries = archive.infolist()
-                has_crcs = any(entry.CRC for entry in entries)
-                for entry in entries if not has_crcs else ():
-                    del entry.CRC  # zipfile would compare it.
-                records = {entry.filename.partition("/")[2]: entry for entry in entries}
-                payload, pickled = records.get("data/0"), records.get("data.pkl")
-                is_known = (
-                    payload is not None
-                    and pickled is not None
-                    and payload.compress_type == zipfile.ZIP_STORED
-                    and payload.file_size == self.left
-                    and pickled.file_size < known.payload_at
-                    and known.prefix.find(archive.read(pickled) + _DESCRIPTOR) > 0
-                    and (
-                        "byteorder" not in records
-                        or archive.read(records["byteorder"]) == b"little"
-                    )
-                )
-        except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError) as error:
-            raise self._damage(f"not a whole torch container: {str(error).lower()}") from error
-        if not is_known:
+            stored = find_tensor(self._read_at, place.length)
+        except ArchiveError as error:
+            raise self._damage(f"not a whole torch container: {error}") from error
+        if (
+            stored is None
+            or (stored.dtype, stored.size, stored.offset) != (self._dtype, self._size, 0)
+            or stored.payload_bytes != self.left
+            or storage_order(stored.size, stored.stride) != tuple(range(len(stored.size)))
+        ):
             # A transposed tensor, say, whose elements are stored in another order: rare, and then
             # one shard is held in memory.
-            blob = self._files.read(place.file, place.offset, place.length)
+            blob = self._read_at(0, place.length)
             self._check_whole(blob)
             return _Opened(0, self.left, None, self._loaded(blob))
-        assert payload is not None
-        header = self._files.read(place.file, place.offset + payload.header_offset, 30)
-        signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(header)
-        payload_at = payload.header_offset + 30 + name_bytes + extra_bytes
-        if signature != b"PK\x03\x04" or payload_at + self.left > place.length:
-            raise self._damage("not a whole torch container: the header of its elements is damaged")
-        self.is_unchecked = place.crc is None and not has_crcs
-        return _Opened(payload_at, self.left, payload.CRC if has_crcs else None)
+        self.is_unchecked = place.crc is None and stored.crc is None
+        return _Opened(stored.payload_at, self.left, stored.crc)
+
+    def _read_at(self, at: int, length: int) -> bytes:
+        return self._files.read(self._place.file, self._place.offset + at, length)
 
     def _compare(self, opened: _Opened) -> None:
         """Compare the checksum of all that was read."""
         place = self._place
         if place.crc is not None:
             end = opened.payload_at + opened.payload_bytes
-            tail = self._files.read(place.file, place.offset + end, place.length - end)
+            tail = self._read_at(end, place.length - end)
             self._expect(isal_zlib.crc32(tail, self._crc), place.crc)
         elif opened.crc is not None:
             self._expect(self._crc, opened.crc)
 
     def _check_whole(self, blob: bytes) -> None:
         """Check a blob that was read at once."""
-        if self._place.crc is not None:
-            self._expect(isal_zlib.crc32(blob), self._place.crc)
-            return
-        text = check_records(blob)
-        if text:
-            raise self._damage(text)
-        self.is_unchecked = text is None
+        try:
+            self.is_unchecked = not check_whole(blob, self._place.crc)
+        except ArchiveError as error:
+            raise self._damage(f"the blob at {self._place.offset}: {error}") from error
 
     def _expect(self, found: int, written: int) -> None:
         if found != written:
-            place = self._place
-            raise self._damage(
-                f"CRC-32 of the blob at {place.offset}, {place.length} bytes long, is "
-                f"{found:08x}, written was {written:08x}"
-            )
+            at = self._place.offset
+            text = f"the blob at {at}: CRC-32 is {found:08x}, written was {written:08x}"
+            raise self._damage(text)
 
     def _loaded(self, blob: bytes) -> bytes:
         """Return the elements of a blob that torch has to make sense of."""
         try:
-            value = load_plain(io.BytesIO(blob), f"{self._files.folder}: {self._key!r}")
+            value = open_object(blob, f"{self._files.folder}: {self._key!r}")
         except LoadFailed as error:
             raise UsageError("unsupported-tensor", error.message, error.hint) from error
         if (
@@ -338,48 +309,13 @@ def describe(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def check_records(blob: bytes) -> str | None:
-    """Return what is wrong with a torch container by its own checksums: nothing if it is whole,
-    None if it looks whole, but carries no checksums.
+def check_whole(blob: bytes, crc: int | None) -> bool:
+    """Compare a blob with the manifest's checksum, or without one with those that torch put into
+    it; False if it has none. Raises ArchiveError.
     """
-    try:
-        with zipfile.ZipFile(io.BytesIO(blob)) as archive:
-            has_crcs = any(entry.CRC for entry in archive.infolist())
-            damaged = archive.testzip() if has_crcs else None
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError) as error:
-        return f"not a whole torch container: {str(error).lower()}"
-    if damaged is not None:
-        return f"CRC-32 of {damaged} does not match"
-    return "" if has_crcs else None
-
-
-class Window(io.RawIOBase):
-    """A stretch of a data file as a file of its own."""
-
-    def __init__(self, files: DataFiles, name: str, offset: int, length: int) -> None:
-        super().__init__()
-        self._files = files
-        self._name = name
-        self._offset = offset
-        self._length = length
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        view = memoryview(buffer)[: max(0, self._length - self._at)]
-        self._files.read_into(self._name, self._offset + self._at, view)
-        self._at += len(view)
-        return len(view)
+    if crc is None:
+        return check_archive(blob)
+    found = isal_zlib.crc32(blob)
+    if found != crc:
+        raise ArchiveError(f"CRC-32 is {found:08x}, written was {crc:08x}")
+    return True

@@ -6,9 +6,7 @@ do not depend on how it was sharded. Memory: two blocks, and a few KiB for each 
 
 from __future__ import annotations
 
-import io
 import mmap
-import zipfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -16,12 +14,13 @@ import torch
 from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from milepost.dcp_format.archive import Archive, ArchiveError
 from milepost.dcp_format.coverage import index_problems
 from milepost.dcp_format.index import read_metadata
 from milepost.errors import CorruptCheckpoint, LoadFailed
 from milepost.exchange.bands import bands, meet
-from milepost.exchange.blobs import BlobPlace, DataFiles, Payload, check_records, damage
-from milepost.exchange.opening import load_plain
+from milepost.exchange.blobs import BlobPlace, DataFiles, Payload, check_whole, damage
+from milepost.exchange.opening import open_object
 from milepost.exchange.source import BLOCK_BYTES, Source, TensorForm, is_plain
 from milepost.format.manifest import METADATA_NAME, Manifest, read_manifest
 
@@ -160,19 +159,21 @@ class CheckpointSource(Source):
 
     def value(self, key: str) -> Any:
         """See `Source`. Raises CorruptCheckpoint by name, LoadFailed."""
-        return load_plain(
-            io.BytesIO(self._object(key)),
-            f"{self.checkpoint}: {key!r}",
-            allow_pickle=self._allow_pickle,
-        )
+        blob = self._object(key)
+        return open_object(blob, f"{self.checkpoint}: {key!r}", allow_pickle=self._allow_pickle)
 
     def records(self, key: str) -> dict[str, bytes]:
         """Return what an object was pickled to, by the names of torch's records, without what only
         tells one archive from another. Raises as `value`.
         """
-        with zipfile.ZipFile(io.BytesIO(self._object(key))) as archive:
-            named = {entry.partition("/")[2]: archive.read(entry) for entry in archive.namelist()}
-        return {name: data for name, data in named.items() if not name.startswith(".data/")}
+        blob = self._object(key)
+        archive = Archive(lambda at, length: blob[at : at + length], len(blob))
+        entries = {name: archive.entry(name) for name in archive.names()}
+        return {
+            name.partition("/")[2]: blob[entry.at : entry.at + entry.length]
+            for name, entry in entries.items()
+            if "/.data/" not in name
+        }
 
     def _object(self, key: str) -> bytes:
         """Return an object's blob, checked."""
@@ -194,16 +195,12 @@ class CheckpointSource(Source):
         return place
 
     def _check(self, key: str, place: BlobPlace, blob: bytes) -> None:
-        if place.crc is None:
-            text = check_records(blob)
-            if text is None:
+        try:
+            if not check_whole(blob, place.crc):
                 self.unchecked.append(key)
-        else:
-            found = isal_zlib.crc32(blob)
-            text = f"CRC-32 is {found:08x}, written was {place.crc:08x}"
-            text = "" if found == place.crc else text
-        if text:
-            raise damage(self.checkpoint, place.file, key, f"the blob at {place.offset}: {text}")
+        except ArchiveError as error:
+            text = f"the blob at {place.offset}: {error}"
+            raise damage(self.checkpoint, place.file, key, text) from error
 
     def checksums(self, key: str) -> dict[object, tuple[int, int]] | None:
         """Return length and checksum of each blob of a key by its box, from the manifest alone;

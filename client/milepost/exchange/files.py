@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
@@ -15,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from isal import isal_zlib
 
+from milepost.dcp_format.archive import Archive, ArchiveError
 from milepost.errors import CorruptCheckpoint, LoadFailed, UsageError, listed
 from milepost.exchange.bands import bands
 from milepost.exchange.blobs import DataFiles, memory_of
-from milepost.exchange.opening import load_plain
+from milepost.exchange.opening import open_archive
 from milepost.exchange.safetensors import Stored, read_header
 from milepost.exchange.source import BLOCK_BYTES, Source, TensorForm
 from milepost.state.flattening import flatten
@@ -244,7 +244,7 @@ def _torch_file(file: Path, allow_pickle: bool, on_checked: Callable[[int], None
         for record in damaged:
             if "/data/" not in record:
                 raise _damaged(file, record, [])
-    state = load_plain(file, str(file), allow_pickle=allow_pickle, by_mapping=is_archive)
+    state = open_archive(file, allow_pickle=allow_pickle, is_mapped=is_archive)
     if not isinstance(state, Mapping):
         raise UsageError(
             "usage",
@@ -287,34 +287,28 @@ def _check_archive(
     damaged: dict[str, tuple[int, int]] = {}
     files = DataFiles(file.parent)
     try:
-        with zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-        has_crcs = any(entry.CRC for entry in entries)
+        archive = Archive(
+            lambda at, length: files.read(file.name, at, length), files.length(file.name)
+        )
         block = memoryview(mmap.mmap(-1, BLOCK_BYTES))
-        for entry in entries:
-            header = files.read(file.name, entry.header_offset, 30)
-            lengths = [int.from_bytes(header[place : place + 2], "little") for place in (26, 28)]
-            at = entry.header_offset + len(header) + sum(lengths)
-            if entry.compress_type != zipfile.ZIP_STORED:
-                raise CorruptCheckpoint(
-                    "corrupt", f"{file} is no torch.save file: its records are compressed"
-                )
-            crc, end = 0, at + entry.file_size
-            while has_crcs and at < end:
+        for name in archive.names() if archive.has_crcs else ():
+            at, length, written = archive.entry(name)
+            crc, end = 0, at + length
+            while at < end:
                 part = block[: min(BLOCK_BYTES, end - at)]
                 files.read_into(file.name, at, part)
                 crc = isal_zlib.crc32(part, crc)
                 at += len(part)
                 on_checked(len(part))
-            if has_crcs and crc != entry.CRC:
-                damaged[entry.filename] = (entry.file_size, crc)
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError) as error:
+            if crc != written:
+                damaged[name] = (length, crc)
+        return archive.has_crcs, damaged
+    except ArchiveError as error:
         raise CorruptCheckpoint(
-            "corrupt", f"{file} is not a whole torch.save file: {str(error).lower()}"
+            "corrupt", f"{file} is not a whole torch.save file: {error}"
         ) from error
     finally:
         files.close()
-    return has_crcs, damaged
 
 
 # --- sharded directories ------------------------------------------------------------------------

@@ -2,60 +2,73 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import warnings
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
-from milepost.errors import LoadFailed
+from milepost.errors import LoadFailed, listed
+from milepost.reading.objects import ObjectRefused, load_archive, load_object
 
 if TYPE_CHECKING:
-    import os
-    from typing import IO
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
-_GLOBAL: Final = re.compile(r"(?:GLOBAL|class|function|global) ([A-Za-z_][\w.]*\.[\w.]+)")
+_GLOBAL: Final = re.compile(r"GLOBAL ([\w.]+) (?:was not an allowed|whose module)")
+"""How torch says of a file of before 1.6 what it refuses."""
 
 
-def load_plain(
-    file: str | os.PathLike[str] | IO[bytes],
-    what: str,
-    *,
-    allow_pickle: bool = False,
-    by_mapping: bool = False,
-) -> Any:
-    """Return what torch.save put into a file, on the CPU.
+def open_object(blob: bytes, what: str, *, allow_pickle: bool = False) -> Any:
+    """Return the object in a blob, on the CPU.
 
     Args:
-        what: names the file in errors.
-        allow_pickle: also classes that are no plain data, whose code runs then.
-        by_mapping: map the tensors' bytes instead of reading them; of a path only.
+        what: names it in errors.
+        allow_pickle: also of classes that are no plain data, whose code runs then.
 
     Raises:
-        LoadFailed: `load-failed` if the file names a class that is no plain data, or is nothing
-            that torch.save writes.
+        LoadFailed: `unsafe-object` if it names a class that is no plain data, `load-failed` if it
+            is nothing that torch.save writes.
     """
+    with _reported(what):
+        return load_object(blob, allow_pickle=allow_pickle, map_location="cpu")
+
+
+def open_archive(file: Path, *, allow_pickle: bool, is_mapped: bool) -> Any:
+    """Return what torch.save put into a file, on the CPU; see `open_object`.
+
+    is_mapped: map the tensors' bytes instead of reading them; not for files of torch before 1.6.
+    """
+    with _reported(str(file)):
+        return load_archive(file, allow_pickle=allow_pickle, is_mapped=is_mapped)
+
+
+@contextmanager
+def _reported(what: str) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             # Deprecations of the storage classes that the file itself names.
             warnings.simplefilter("ignore")
-            return torch.load(
-                file, map_location="cpu", weights_only=not allow_pickle, mmap=by_mapping
-            )
+            yield
     except MemoryError:
         raise
+    except ObjectRefused as refused:
+        raise _unsafe(what, refused.names) from refused
     # Unpickling may fail in any way, by what an opcode meets; with `allow_pickle`, by what a class
     # raises.
     except Exception as error:
-        text = str(error)
-        named = _GLOBAL.search(text)
-        if not allow_pickle and named is not None:
-            raise LoadFailed(
-                "load-failed",
-                f"{what} holds a {named[1]}, which is no plain data; nothing of it was run",
-                "if you trust whoever wrote it, --allow-pickle unpickles it",
-            ) from error
-        line = next(iter(text.splitlines()), "")
+        named = _GLOBAL.search(str(error))
+        if isinstance(error, pickle.UnpicklingError) and named is not None:
+            raise _unsafe(what, [named[1]]) from error
+        line = next(iter(str(error).splitlines()), "")
         raise LoadFailed(
             "load-failed", f"{what} cannot be unpickled: {type(error).__name__}: {line}"
         ) from error
+
+
+def _unsafe(what: str, names: Sequence[str]) -> LoadFailed:
+    return LoadFailed(
+        "unsafe-object",
+        f"{what} names what is not loaded unasked: {listed(names)}; nothing was run",
+        "if you trust whoever wrote it, --allow-pickle unpickles it",
+    )

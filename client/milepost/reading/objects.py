@@ -16,6 +16,7 @@ import functools
 import importlib
 import io
 import os
+import pathlib
 import pickle
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
@@ -35,29 +36,45 @@ class ObjectRefused(Exception):
         super().__init__(", ".join(self.names))
 
 
-def load_object(data: bytes, *, allow_pickle: bool = False) -> Any:
+def load_object(data: bytes, *, allow_pickle: bool = False, map_location: str | None = None) -> Any:
     """Return the object that `torch.save` has written as `data`.
 
     allow_pickle: run whatever code the pickle names; for checkpoints that are trusted.
+    map_location: where its tensors go, as for torch.load.
 
     Raises ObjectRefused, or what torch raises for bytes that are damaged.
     """
+    return _load(lambda: io.BytesIO(data), allow_pickle, {"map_location": map_location})
+
+
+def load_archive(file: pathlib.Path, *, allow_pickle: bool = False, is_mapped: bool = True) -> Any:
+    """Return what `torch.save` has written to a file, on the CPU. Raises as `load_object`.
+
+    is_mapped: its tensors are mapped from the file; not for files of torch before 1.6.
+    """
+    return _load(lambda: file, allow_pickle, {"map_location": "cpu", "mmap": is_mapped})
+
+
+def _load(opened: Callable[[], Any], allow_pickle: bool, options: dict[str, Any]) -> Any:
     if allow_pickle:
-        return torch.load(io.BytesIO(data), weights_only=False)
+        return torch.load(opened(), weights_only=False, **options)
     try:
-        return torch.load(io.BytesIO(data), weights_only=True)
-    except pickle.UnpicklingError:
-        pass  # What torch does not know, this unpickler may.
+        return torch.load(opened(), weights_only=True, **options)
+    except pickle.UnpicklingError as error:
+        # What torch does not know, the other unpickler may.
+        first = error
     try:
-        return torch.load(io.BytesIO(data), weights_only=False, pickle_module=_RESTRICTED)
+        return torch.load(opened(), weights_only=False, pickle_module=_RESTRICTED, **options)
     except _RefusedError as refused:
-        raise ObjectRefused(_all_refused(data, refused.name)) from None
+        raise ObjectRefused(_all_refused(opened(), refused.name)) from None
+    except _NoArchiveError:
+        raise first from None
 
 
-def _all_refused(data: bytes, first: str) -> list[str]:
+def _all_refused(file: Any, first: str) -> list[str]:
     """Return all names of an object that are refused, the one that was met first included."""
     try:
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # It tells more names or none; one is known.
         named = []
     found = [name for name in named if _find(*_split(name)) is None]
@@ -319,8 +336,12 @@ def _is_simple(state: Any) -> bool:
     return isinstance(state, tuple) and state[2:5] == _IS_SIMPLE
 
 
+class _NoArchiveError(pickle.UnpicklingError):
+    """A file of torch before 1.6, which is several pickles in a row."""
+
+
 def _load_refused(*_args: Any, **_kwargs: Any) -> Any:
-    raise pickle.UnpicklingError("not an archive of torch.save")
+    raise _NoArchiveError("not an archive of torch.save")
 
 
 _RESTRICTED: Final = SimpleNamespace(
