@@ -530,7 +530,7 @@ class Runtime:
 
     async def _tell_lost(self, number: int, reason: str) -> None:
         """Tell the core, with the trainer's arenas and what it had staged and may not have said."""
-        place = self.node.sessions.get(number)
+        place = self.node.roster.joined.get(number)
         staged: list[tuple[int, Staged]] = []
         arenas: tuple[tuple[int, str], ...] = ()
         if place is not None:

@@ -98,17 +98,17 @@ class Known:
 def _picture(node: Node) -> str:
     roles = [
         (key, name, sorted(value.items()) if isinstance(value, dict) else value)
-        for roles in (node.participations, node.coordinations)
+        for roles in (node.saves.participations, node.saves.coordinations)
         for key, role in roles.items()
         for name, value in vars(role).items()
         if name not in ("job", "opened_at_ns", "elapsed_s")
     ]
-    jobs = [(job.seats, job.attempt, job.is_journalled) for job in node.jobs.values()]
+    jobs = [(job.seats, job.attempt, job.is_journalled) for job in node.roster.jobs.values()]
     rest = (
-        sorted(node.open_sessions),
-        sorted(node.sessions),
+        sorted(node.roster.open_sessions),
+        sorted(node.roster.joined),
         node.housekeeping,
-        list(node.early.kept),
+        list(node.peers.early.kept),
     )
     return repr((node.node_id, roles, jobs, rest))
 

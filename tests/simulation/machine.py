@@ -250,7 +250,7 @@ class Daemon(Life):
             self.world.after(IPC_S, self, self._tell_lost, link.number)
 
     def _tell_lost(self, number: int) -> None:
-        place = self.node_core.sessions.get(number)
+        place = self.node_core.roster.joined.get(number)
         staged: tuple[Staged, ...] = ()
         arenas: tuple[str, ...] = ()
         if place is not None:

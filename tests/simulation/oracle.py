@@ -122,7 +122,7 @@ class Oracle:
         if self.checked >= self.check_at:
             node = daemon.node_core
             # The more a node remembers, the longer it takes and the less often it is done.
-            roles = len(node.participations) + len(node.coordinations)
+            roles = len(node.saves.participations) + len(node.saves.coordinations)
             self.check_at = self.checked + max(self.checks_every, roles // 8)
             broken = broken_invariants(node)
             if broken:

@@ -227,7 +227,7 @@ class Preemptions:
             and isinstance(command.message, PreemptionDecided | Preempted)
             for command in commands
         ):
-            number = daemon.node_core.preemptions[event.timer.partition("/")[2]].job.attempt
+            number = daemon.node_core.preemptions.by_job[event.timer.partition("/")[2]].job.attempt
             self.excuse(self.attempts[number], "decided without a rank")
 
     def excuse(self, attempt: Attempt, why: str) -> None:

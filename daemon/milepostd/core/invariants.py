@@ -12,9 +12,11 @@ from milepost.wire.messages import Ending
 from milepostd.core.coordination import Coordination
 from milepostd.core.early import EARLY_MAX
 from milepostd.core.job import Job, save_order
-from milepostd.core.node import ENDED_MAX, JOBS_MAX, SAVES_MAX, Node
+from milepostd.core.node import Node
 from milepostd.core.participation import Participation
 from milepostd.core.phases import COORDINATOR, PARTICIPANT, Phase
+from milepostd.core.saves import ENDED_MAX, SAVES_MAX
+from milepostd.core.sessions import JOBS_MAX
 
 PARTICIPANT_PHASES = frozenset({phase for phase, _ in PARTICIPANT} | {*PARTICIPANT.values()})
 COORDINATOR_PHASES = frozenset({phase for phase, _ in COORDINATOR} | {*COORDINATOR.values()})
@@ -27,12 +29,12 @@ def broken_invariants(node: Node) -> list[str]:
         *_bounds(node),
         *(
             f"participation {job}/{save_id}: {what}"
-            for (job, save_id), role in node.participations.items()
+            for (job, save_id), role in node.saves.participations.items()
             for what in _participation(role, (job, save_id))
         ),
         *(
             f"coordination {job}/{save_id}: {what}"
-            for (job, save_id), role in node.coordinations.items()
+            for (job, save_id), role in node.saves.coordinations.items()
             for what in _coordination(role, (job, save_id), node)
         ),
     ]
@@ -40,39 +42,42 @@ def broken_invariants(node: Node) -> list[str]:
 
 def _sessions(node: Node) -> Iterator[str]:
     seats: list[tuple[int, int]] = []
-    for number, session in node.sessions.items():
-        seats.append((id(session.job), session.rank))
-        seat = session.job.seats.get(session.rank)
-        if number not in node.open_sessions:
+    for number, joined in node.roster.joined.items():
+        seats.append((id(joined.job), joined.rank))
+        seat = joined.job.seats.get(joined.rank)
+        if number not in node.roster.open_sessions:
             yield f"session {number} has a place but is not open"
         if seat is None or seat.session != number or seat.is_lost:
-            yield f"session {number} holds the place of rank {session.rank}, which says otherwise"
+            yield f"session {number} holds the place of rank {joined.rank}, which says otherwise"
     if len(seats) != len(set(seats)):
         yield "two sessions hold one place"
-    for name, job in node.jobs.items():
+    for name, job in node.roster.jobs.items():
         if name != job.job or not job.ranks_here or not job.seats.keys() <= set(job.ranks_here):
             yield f"job {name} seats ranks {sorted(job.seats)}, here are {job.ranks_here}"
 
 
 def _bounds(node: Node) -> Iterator[str]:
-    if len(node.jobs) > JOBS_MAX:
-        yield f"{len(node.jobs)} jobs"
-    for what, roles in (("participant", node.participations), ("coordinator", node.coordinations)):
+    if len(node.roster.jobs) > JOBS_MAX:
+        yield f"{len(node.roster.jobs)} jobs"
+    for what, roles in (
+        ("participant", node.saves.participations),
+        ("coordinator", node.saves.coordinations),
+    ):
         active = sum(not role.has_ended for role in roles.values())
         if active > SAVES_MAX:
             yield f"{active} saves in flight as {what}"
-    if len(node.early.kept) > EARLY_MAX:
-        yield f"{len(node.early.kept)} early messages"
+    if len(node.peers.early.kept) > EARLY_MAX:
+        yield f"{len(node.peers.early.kept)} early messages"
     if node.housekeeping < 0:
         yield f"{node.housekeeping} housekeeping commands in flight"
-    pending = sum(role.is_pending for role in node.participations.values())
-    if len(node.ended) > ENDED_MAX + pending:
-        yield f"{len(node.ended)} ended saves are kept"
+    pending = sum(role.is_pending for role in node.saves.participations.values())
+    if len(node.saves.ended) > ENDED_MAX + pending:
+        yield f"{len(node.saves.ended)} ended saves are kept"
     kept = [
-        *((True, key) for key, role in node.participations.items() if role.has_ended),
-        *((False, key) for key, role in node.coordinations.items() if role.has_ended),
+        *((True, key) for key, role in node.saves.participations.items() if role.has_ended),
+        *((False, key) for key, role in node.saves.coordinations.items() if role.has_ended),
     ]
-    if sorted(kept) != sorted(node.ended):
+    if sorted(kept) != sorted(node.saves.ended):
         yield "the list of ended saves does not name each of them once"
 
 
@@ -154,7 +159,7 @@ def _coordination(role: Coordination, key: tuple[str, str], node: Node) -> Itera
         yield f"is {phase} with outcome {role.outcome}"
     if role.verdict is not None and (role.gathered or role.prepared or role.layout_of):
         yield "has ended and still holds what the nodes said"
-    own = node.participations.get(key)
+    own = node.saves.participations.get(key)
     if (
         own is not None
         and role.outcome is not own.outcome

@@ -15,6 +15,9 @@ from milepost.wire.messages import Cause, Ending, Join, Keep, NodeRef, SaveRef
 NO_ORDER: Final = (-1, -1)
 """What a save id that is none is ordered as: before every save."""
 
+NO_SESSION: Final = -1
+"""The session of a rank that is remembered and has not come back yet."""
+
 SAVE_ID_CHARACTERS_MAX: Final = 40
 """Longest save id taken: two counters of 19 digits and a dash."""
 
@@ -46,7 +49,13 @@ class History(msgspec.Struct):
     last_skipped: LastFailed | None = None
     outcome_counts: dict[Ending, int] = msgspec.field(default_factory=dict)
 
-    def note(self, outcome: Ending, save: SaveRef, cause: Cause) -> None:
+    def note_committed(self, committed: LastCommitted) -> None:
+        """Remember a checkpoint, unless a later save's is known already."""
+        newest = self.last_committed
+        if newest is None or save_order(newest.save) <= save_order(committed.save):
+            self.last_committed = committed
+
+    def note_failed(self, outcome: Ending, save: SaveRef, cause: Cause) -> None:
         """Remember why a save did not become a checkpoint; a skip was asked for, and hides no
         failure.
         """

@@ -18,7 +18,9 @@ from milepost.wire.messages import (
     PreemptionMessage,
     PreemptionSaid,
     RankReads,
+    ReadsTold,
     ReadsWanted,
+    SignalMessage,
 )
 from milepostd.core.commands import ClearTimer, Command, Log, Reply, Send, SetTimer
 from milepostd.core.job import Job
@@ -175,3 +177,51 @@ class Preemption:
         return SetTimer(
             timer=timer_name(TimerKind.PREEMPTION, self.job.job), at_ns=now_ns + REPEAT_NS
         )
+
+
+class Preemptions:
+    """The preemptions of one node's jobs: at most one a job, of its newest attempt."""
+
+    def __init__(self, node_id: str) -> None:
+        self.node_id = node_id
+        self.by_job: dict[str, Preemption] = {}
+
+    def signalled(self, job: Job, rank: int, message: SignalMessage, now_ns: int) -> list[Command]:
+        """A local rank was told to go, or says how often it has read."""
+        preemption, commands = self._of(job, now_ns)
+        if isinstance(message, ReadsTold):
+            return commands + preemption.reads_told(rank, message.reads)
+        return commands + preemption.noticed(rank)
+
+    def joined(self, job: Job, rank: int) -> list[Command]:
+        """A rank has joined its job."""
+        preemption = self.by_job.get(job.job)
+        if preemption is None or preemption.job is not job:
+            return []
+        return preemption.joined(rank)
+
+    def heard(
+        self, job: Job | None, node_id: str, message: PreemptionMessage, now_ns: int
+    ) -> list[Command]:
+        """A node speaks of a job's preemption; `job` is its newest attempt here."""
+        if job is None or job.attempt != message.attempt or not job.hears(node_id):
+            # Repeated by its sender, or history.
+            return []
+        preemption, commands = self._of(job, now_ns)
+        return commands + preemption.heard(node_id, message, now_ns)
+
+    def repeat(self, job: str, now_ns: int) -> list[Command]:
+        """Nothing was decided for a while."""
+        preemption = self.by_job.get(job)
+        return [] if preemption is None else preemption.repeat(now_ns)
+
+    def forget(self, job: str) -> None:
+        """The job is forgotten."""
+        self.by_job.pop(job, None)
+
+    def _of(self, job: Job, now_ns: int) -> tuple[Preemption, list[Command]]:
+        known = self.by_job.get(job.job)
+        if known is not None and known.job is job:
+            return known, []
+        made = self.by_job[job.job] = Preemption(job, self.node_id, now_ns)
+        return made, made.open()

@@ -6,7 +6,7 @@ Methods return commands; nothing here does anything by itself.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeAlias
 
 from milepost.wire.messages import SILENCE_S, Ending, Fail, Outcome, SaveRef
 from milepostd.core.causes import PLAN_VOIDING
@@ -14,6 +14,9 @@ from milepostd.core.commands import ClearTimer, Command, SetTimer
 from milepostd.core.job import Job
 from milepostd.core.phases import ENDED, Phase, Trigger
 from milepostd.core.timers import TimerKind, timer_name
+
+SaveKey: TypeAlias = tuple[str, str]
+"""Job and save id."""
 
 SECOND_NS: Final = 1_000_000_000
 
@@ -55,6 +58,11 @@ class Role:
             return False
         self.phase = target
         return True
+
+    @property
+    def key(self) -> SaveKey:
+        """Where the node keeps the save."""
+        return self.save.job, self.save.save_id
 
     @property
     def outcome(self) -> Ending | None:

@@ -21,13 +21,15 @@ STATUS_VERSION: Final = 1
 def status_of(node: Node, now_ns: int) -> dict[str, Any]:
     """Return what is saved, what is running, what is stuck, and why, as this node knows it."""
     saves: list[dict[str, Any]] = [
-        _save(role, now_ns) for role in node.participations.values() if role.is_pending
+        _save(role, now_ns) for role in node.saves.participations.values() if role.is_pending
     ]
-    saves += [_save(role, now_ns) for role in node.coordinations.values() if not role.has_ended]
+    saves += [
+        _save(role, now_ns) for role in node.saves.coordinations.values() if not role.has_ended
+    ]
     return {
         "version": STATUS_VERSION,
-        "accepting": not node.stops,
-        "jobs": [_job(job) for job in node.jobs.values()],
+        "accepting": not node.halting.is_draining,
+        "jobs": [_job(job) for job in node.roster.jobs.values()],
         "saves": saves,
         "peers": [
             {
@@ -35,17 +37,17 @@ def status_of(node: Node, now_ns: int) -> dict[str, Any]:
                 "address": _address(node, peer),
                 "last_heard_s": _seconds(now_ns - at_ns),
             }
-            for peer, at_ns in sorted(node.peer_heard_at_ns.items())
+            for peer, at_ns in sorted(node.peers.heard_at_ns.items())
             if peer != node.node_id
         ],
         "sessions": [
             {
-                "job": session.job.job,
-                "rank": session.rank,
-                "pid": session.job.seats[session.rank].pid,
-                "attempt": session.job.attempt,
+                "job": joined.job.job,
+                "rank": joined.rank,
+                "pid": joined.seat.pid,
+                "attempt": joined.job.attempt,
             }
-            for session in node.sessions.values()
+            for joined in node.roster.joined.values()
         ],
     }
 
@@ -55,7 +57,7 @@ def _seconds(duration_ns: int) -> float:
 
 
 def _address(node: Node, peer: str) -> str:
-    for job in node.jobs.values():
+    for job in node.roster.jobs.values():
         if peer in job.nodes:
             return job.nodes[peer].address
     return ""

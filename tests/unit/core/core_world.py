@@ -477,9 +477,9 @@ class World:
         """How the save ended at each node that still lives and has heard of it."""
         key = (save.job, save.save_id)
         return {
-            _verdict(node.participations[key])
+            _verdict(node.saves.participations[key])
             for name, node in self.nodes.items()
-            if name not in self.dead and key in node.participations
+            if name not in self.dead and key in node.saves.participations
         }
 
 
@@ -526,5 +526,5 @@ def _verdict(role: Participation) -> str:
 
 def outcome_of(world: World, save: SaveRef) -> Outcome | None:
     """The coordinator's verdict."""
-    role = world.nodes["A"].coordinations.get((save.job, save.save_id))
+    role = world.nodes["A"].saves.coordinations.get((save.job, save.save_id))
     return None if role is None else role.verdict

@@ -86,8 +86,9 @@ from milepostd.core.events import (
 )
 from milepostd.core.invariants import broken_invariants
 from milepostd.core.job import NO_ORDER, save_order
-from milepostd.core.node import JOBS_MAX, Node, NodeSettings
+from milepostd.core.node import Node, NodeSettings
 from milepostd.core.role import SECOND_NS
+from milepostd.core.sessions import JOBS_MAX
 from milepostd.core.status import status_of
 
 SAVE = save_ref(1)
@@ -162,7 +163,7 @@ def test_a_join_that_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
     commands = node.handle(RankJoined(session=1, pid=1, message=join), 0)
     (answer,) = (command.message for command in commands if isinstance(command, Reply))
     assert isinstance(answer, Refused)
-    assert {} == node.jobs
+    assert {} == node.roster.jobs
     assert [] == broken_invariants(node)
 
 
@@ -209,7 +210,7 @@ def test_a_session_that_is_gone_cannot_join() -> None:
     message = Join(job="job", attempt=1, rank=0, **fields)  # type: ignore[arg-type]
     world.post("A", RankJoined(session=session, pid=1, message=message))
     world.run()
-    assert {} == world.nodes["A"].sessions
+    assert {} == world.nodes["A"].roster.joined
 
 
 def test_too_many_jobs_are_refused_until_one_of_them_has_nobody_left() -> None:
@@ -217,7 +218,7 @@ def test_too_many_jobs_are_refused_until_one_of_them_has_nobody_left() -> None:
     for number in range(JOBS_MAX):
         world.join(0, job=f"job-{number}")
         world.run()
-    first = min(world.nodes["A"].sessions)
+    first = min(world.nodes["A"].roster.joined)
     world.join(0, job="one too many")
     world.run()
     cause = refusal(world)
@@ -227,8 +228,8 @@ def test_too_many_jobs_are_refused_until_one_of_them_has_nobody_left() -> None:
     world.join(0, job="one too many")
     world.run()
     assert Joined(job="one too many", attempt=1, rank=0) == world.heard[0][-1]
-    assert JOBS_MAX == len(world.nodes["A"].jobs)
-    assert first not in world.nodes["A"].sessions
+    assert JOBS_MAX == len(world.nodes["A"].roster.jobs)
+    assert first not in world.nodes["A"].roster.joined
 
 
 def test_a_rank_that_comes_back_takes_its_place_over() -> None:
@@ -276,7 +277,7 @@ def test_what_all_ranks_have_staged_is_committed_although_a_newer_attempt_began(
     assert [("/arenas/r0-old", "/arenas/r1-old")] == [
         command.paths for command in removed if isinstance(command, RemoveArenas)
     ]
-    committed = world.nodes["A"].jobs["job"].history.last_committed
+    committed = world.nodes["A"].roster.jobs["job"].history.last_committed
     assert committed is not None
     assert SAVE == committed.save
 
@@ -294,7 +295,7 @@ def test_an_older_attempt_that_ends_late_is_not_the_last_committed() -> None:
     world.run(1)
     world.release()
     world.run()
-    committed = world.nodes["A"].jobs["job"].history.last_committed
+    committed = world.nodes["A"].roster.jobs["job"].history.last_committed
     assert committed is not None
     assert newer == committed.save
 
@@ -317,7 +318,7 @@ def test_a_save_id_that_is_none_of_this_attempt_fails_that_save_only(save_id: st
     world.stage(save)
     world.run()
     assert "protocol" == world.cause(0, save).code
-    assert {} == world.nodes["A"].participations
+    assert {} == world.nodes["A"].saves.participations
 
 
 def test_save_ids_are_ordered_by_attempt_and_count() -> None:
@@ -347,7 +348,7 @@ def test_words_that_come_before_any_local_rank_has_joined_are_kept() -> None:
     world.run(0.01)
     assert {"B": Gathered} == {
         name: type(message)
-        for name, message in world.nodes["A"].coordinations[KEY].gathered.items()
+        for name, message in world.nodes["A"].saves.coordinations[KEY].gathered.items()
     }
     world.stage(SAVE, 0)
     world.run()
@@ -361,7 +362,7 @@ def test_a_word_of_a_newer_attempt_waits_for_it() -> None:
     save = save_ref(1, attempt=2)
     world.stage(save, 1)
     world.run(1)
-    assert {} == world.nodes["A"].coordinations
+    assert {} == world.nodes["A"].saves.coordinations
     world.join(0, attempt=2)
     world.run(1)
     world.stage(save, 0)
@@ -375,12 +376,12 @@ def test_of_a_word_that_is_repeated_one_is_kept_and_not_for_ever() -> None:
     gathered = Gathered(save=SAVE, reports=(RankReport(1, "old"),))
     for second in range(10):
         node.handle(PeerSaid(node_id="B", message=gathered), second * SECOND_NS)
-    assert 1 == len(node.early.kept)
+    assert 1 == len(node.peers.early.kept)
     world.now_ns = int((11 + EARLY_S) * SECOND_NS)
     world.join(0)
     world.run()
-    assert {} == node.early.kept
-    assert {} == node.coordinations
+    assert {} == node.peers.early.kept
+    assert {} == node.saves.coordinations
 
 
 def test_early_words_are_bounded() -> None:
@@ -388,10 +389,10 @@ def test_early_words_are_bounded() -> None:
     for number in (*range(EARLY_MAX), 0, *range(EARLY_MAX, EARLY_MAX + 10)):
         message = Gathered(save=save_ref(number), reports=())
         node.handle(PeerSaid(node_id="B", message=message), 0)
-    assert EARLY_MAX == len(node.early.kept)
+    assert EARLY_MAX == len(node.peers.early.kept)
     # The oldest are dropped; what was repeated is not old.
-    assert ("B", "job", "1-10", "Gathered") not in node.early.kept
-    assert ("B", "job", "1-0", "Gathered") in node.early.kept
+    assert ("B", "job", "1-10", "Gathered") not in node.peers.early.kept
+    assert ("B", "job", "1-0", "Gathered") in node.peers.early.kept
 
 
 def test_an_outcome_that_comes_before_any_local_rank_spoke_waits_for_them() -> None:
@@ -438,7 +439,7 @@ def test_a_node_outside_the_cohort_cannot_begin_or_end_a_save(
     world = World((1,))
     world.post("A", PeerSaid(node_id="Z", message=message))
     world.run()
-    assert {} == world.nodes["A"].coordinations
+    assert {} == world.nodes["A"].saves.coordinations
     world.hold(WriteImage)
     world.stage(SAVE)
     world.run(1)
@@ -453,7 +454,7 @@ def test_a_node_that_is_not_the_coordinator_takes_no_reports() -> None:
     message = Gathered(save=SAVE, reports=(RankReport(0, "old"),))
     world.post("B", PeerSaid(node_id="A", message=message))
     world.run()
-    assert {} == world.nodes["B"].coordinations
+    assert {} == world.nodes["B"].saves.coordinations
 
 
 @pytest.mark.parametrize("save_id", ["", "nonsense", "-", "9" * 60 + "-1"])
@@ -463,8 +464,8 @@ def test_a_peer_s_nonsense_is_dropped(save_id: str) -> None:
     for message in (Gathered(save=save, reports=()), Outcome(save=save, outcome=Ending.COMMITTED)):
         world.post("A", PeerSaid(node_id="A", message=message))
         world.run()
-    assert {} == world.nodes["A"].coordinations
-    assert {} == world.nodes["A"].participations
+    assert {} == world.nodes["A"].saves.coordinations
+    assert {} == world.nodes["A"].saves.participations
 
 
 # --- limits and forgetting
@@ -477,8 +478,8 @@ def test_ended_saves_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         world.stage(save_ref(number))
         world.run()
     for node in world.nodes.values():
-        assert len(node.participations) + len(node.coordinations) == 8
-    assert 19 == world.nodes["B"].jobs["job"].history.outcome_counts[Ending.COMMITTED]
+        assert len(node.saves.participations) + len(node.saves.coordinations) == 8
+    assert 19 == world.nodes["B"].roster.jobs["job"].history.outcome_counts[Ending.COMMITTED]
     assert {} == world.timers
 
 
@@ -496,7 +497,7 @@ def test_an_ended_save_is_not_forgotten_while_a_writer_reads_its_image(
     for number in range(2, 20):
         world.stage(save_ref(number))
         world.run()
-    assert KEY in world.nodes["A"].participations
+    assert KEY in world.nodes["A"].saves.participations
     world.release()
     world.run()
     assert Discard(save=SAVE, root="/data/run") in world.done(Discard)
@@ -525,7 +526,8 @@ def test_too_many_saves_in_flight_are_refused_on_all_nodes(monkeypatch: pytest.M
 def few(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
     """Make limits of the node small, so that a test reaches them."""
     for name, limit in limits.items():
-        monkeypatch.setattr(f"milepostd.core.node.{name}", limit)
+        owner = "sessions" if name == "JOBS_MAX" else "saves"
+        monkeypatch.setattr(f"milepostd.core.{owner}.{name}", limit)
         monkeypatch.setattr(f"milepostd.core.invariants.{name}", limit)
 
 
@@ -608,7 +610,7 @@ def test_goodbye_is_answered_at_once_if_nothing_is_pending() -> None:
     world.leave(0)
     world.run()
     assert Left() == world.heard[0][-1]
-    assert {} == world.nodes["A"].sessions
+    assert {} == world.nodes["A"].roster.joined
 
 
 def test_goodbye_is_answered_only_when_nothing_is_pending() -> None:
@@ -891,12 +893,12 @@ def test_nothing_that_others_do_in_any_order_breaks_a_node(
     now_ns = 0
     for event, after_s in events:
         now_ns += int(after_s * SECOND_NS)
-        before = set(node.participations) | set(node.coordinations)
+        before = set(node.saves.participations) | set(node.saves.coordinations)
         commands = node.handle(event, now_ns)
         assert [] == broken_invariants(node)
         assert all(command.node != HERE for command in commands if isinstance(command, Send))
         assert status_of(node, now_ns)
-        assert len(before | set(node.participations)) <= len(before) + 1
+        assert len(before | set(node.saves.participations)) <= len(before) + 1
 
 
 @given(event=words())

@@ -121,7 +121,9 @@ def test_steady_state_costs_two_small_messages_a_node_and_no_plan() -> None:
         envelope = PeerEnvelope(
             protocol=1, node_id="node-0123456789", incarnation="0" * 12, message=message
         )
-        assert len(encode(envelope)) <= 1024 * len(world.nodes[source].jobs["job"].ranks_here)
+        assert len(encode(envelope)) <= 1024 * len(
+            world.nodes[source].roster.jobs["job"].ranks_here
+        )
 
 
 # --- plans
@@ -167,7 +169,7 @@ def test_a_node_whose_ranks_have_staged_is_prepared_while_others_are_still_plann
     world.offer(SAVE, 0)
     world.stage(SAVE, 1)
     world.run(1)
-    assert Phase.PREPARED is world.nodes["B"].participations[KEY].phase
+    assert Phase.PREPARED is world.nodes["B"].saves.participations[KEY].phase
     world.release()
     world.run()
     assert {"committed"} == world.outcomes(SAVE)
@@ -249,8 +251,8 @@ def test_offers_are_dropped_once_the_save_has_ended() -> None:
     world = World((1,))
     world.offer(SAVE)
     world.run()
-    assert b"" == world.nodes["A"].participations[KEY].reports[0].offer
-    assert {} == world.nodes["A"].coordinations[KEY].gathered
+    assert b"" == world.nodes["A"].saves.participations[KEY].reports[0].offer
+    assert {} == world.nodes["A"].saves.coordinations[KEY].gathered
 
 
 # --- messages that are lost, late, doubled or out of order
@@ -441,7 +443,7 @@ def test_a_skip_on_one_rank_ends_the_save_as_skipped_on_all() -> None:
     world.run()
     assert {"skipped"} == world.outcomes(SAVE)
     assert ("busy", 1) == (world.cause(0, SAVE).code, world.cause(0, SAVE).rank)
-    assert world.nodes["A"].jobs["job"].history.outcome_counts == {"skipped": 1}
+    assert world.nodes["A"].roster.jobs["job"].history.outcome_counts == {"skipped": 1}
 
 
 def test_a_rank_that_is_unable_fails_the_save_on_all_with_its_own_cause() -> None:
@@ -476,7 +478,7 @@ def test_an_abort_on_a_prepared_node_still_ends_a_save_that_others_write() -> No
     world.hold(WriteImage, "B")
     world.stage(SAVE)
     world.run(1)
-    assert Phase.PREPARED is world.nodes["A"].participations[KEY].phase
+    assert Phase.PREPARED is world.nodes["A"].saves.participations[KEY].phase
     world.abort(SAVE, 0)
     world.run(1)
     assert {"failed"} == world.outcomes(SAVE)
@@ -665,7 +667,7 @@ def test_a_slot_that_a_writer_reads_is_given_back_when_the_writer_has_ended() ->
     assert ("failed", False) == (told.outcome, told.slot_free)
     assert SlotFreed(save_id="1-1") not in world.heard[0]
     assert [] == world.done(Discard, "A")
-    role = world.nodes["A"].participations[KEY]
+    role = world.nodes["A"].saves.participations[KEY]
     assert "ended as failed; a writer still reads the image of 1 of 1 rank: 0" == role.waits_for()
     world.release()
     world.run()
@@ -832,7 +834,7 @@ def undecided() -> World:
     world.run(1)
     world.crash("A")
     world.run(60 + RESOLVE_GRACE_S)
-    assert Phase.UNDECIDED is world.nodes["B"].participations[KEY].phase
+    assert Phase.UNDECIDED is world.nodes["B"].saves.participations[KEY].phase
     assert None is world.concluded(1, SAVE)
     return world
 
@@ -872,7 +874,7 @@ def test_a_directory_is_asked_once_at_a_time() -> None:
     world.hold(GiveUp)
     world.stage(SAVE)
     world.run(60 + RESOLVE_GRACE_S + 4 * RESEND_S)
-    assert Phase.RESOLVING is world.nodes["B"].participations[KEY].phase
+    assert Phase.RESOLVING is world.nodes["B"].saves.participations[KEY].phase
     assert 1 == len(world.done(GiveUp, "B"))
 
 
@@ -939,7 +941,7 @@ def test_an_outcome_is_taken_in_every_phase_of_a_participant() -> None:
         world.hold(kind)
     world.stage(SAVE)
     world.run(61 + RESOLVE_GRACE_S)
-    assert Phase.RESOLVING is world.nodes["B"].participations[KEY].phase
+    assert Phase.RESOLVING is world.nodes["B"].saves.participations[KEY].phase
     world.post("B", PeerSaid(node_id="A", message=Outcome(save=SAVE, outcome=Ending.COMMITTED)))
     world.run(1)
     told = world.concluded(1, SAVE)
@@ -989,7 +991,7 @@ def test_every_row_of_both_tables_is_taken_by_some_scenario(
 def test_a_pair_that_is_not_listed_changes_nothing(
     role: type[Participation | Coordination], phase: Phase, trigger: Trigger
 ) -> None:
-    job = World((1,)).nodes["A"].jobs["job"]
+    job = World((1,)).nodes["A"].roster.jobs["job"]
     machine = role(job, SAVE, "A", 0)
     machine.phase = phase
     target = role.table.get((phase, trigger))
@@ -1036,7 +1038,7 @@ def test_word_of_a_file_that_nobody_writes_changes_nothing() -> None:
         world.post("A", FileDurable(save=SAVE, file=file))
         world.post("A", FileFailed(save=SAVE, rank=rank, cause=NO_SPACE))
     world.run(1)
-    assert Phase.GATHERING is world.nodes["A"].participations[KEY].phase
+    assert Phase.GATHERING is world.nodes["A"].saves.participations[KEY].phase
     world.stage(SAVE, 1)
     world.run()
     assert {"committed"} == world.outcomes(SAVE)
@@ -1244,7 +1246,7 @@ def _state(world: World) -> str:
         (name, type(role).__name__, [(key, _in_order(value)) for key, value in vars(role).items()
                                      if key not in ("job", "opened_at_ns", "elapsed_s")])
         for name, node in world.nodes.items()
-        for role in (*node.participations.values(), *node.coordinations.values())
+        for role in (*node.saves.participations.values(), *node.saves.coordinations.values())
     ]  # fmt: skip
     in_flight = sorted(f"{item.node} {item.event!r}" for item in world.in_flight)
     return repr((roles, in_flight, sorted(world.disk.items()), sorted(world.timers)))
