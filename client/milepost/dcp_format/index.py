@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from milepost.concurrency.collector import collector_paused
+from milepost.dcp_format.columns import ColumnsDraft, columns_of
 from milepost.dcp_format.container import dtype_from_name, dtype_name
 from milepost.errors import CorruptCheckpoint, LoadFailed, SaveFailed, UsageError
 from milepost.format.layout import place
@@ -386,6 +387,7 @@ class IndexDraft:
             gaps.setdefault(rank, {})[item] = (_GAP + 2 * number, _GAP + 2 * number + 1)
         metadata = build_metadata(offers, assigned, files, gaps, "", "")
         metadata.storage_meta = None
+        self._columns = _draft_columns(metadata)
         self._pickled = pickle_metadata(metadata)
         self._gaps = [
             (found.start(1), int.from_bytes(found[1], "little"))
@@ -417,6 +419,43 @@ class IndexDraft:
         pickler.dump({"storage_meta": StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)})
         state = named.getvalue()[_STATE_AT:-1] + pickle.BUILD + pickle.STOP
         return bytes(index + _FRAME.pack(pickle.FRAME, len(state)) + state)
+
+    @property
+    def files(self) -> Sequence[str]:
+        """The files in the order in which `columns` wants the checksums of their tensors."""
+        return () if self._columns is None else self._columns.files
+
+    def columns(
+        self,
+        objects: Mapping[int, Mapping[int, tuple[int, int, int]]],
+        tensors: Sequence[int],
+    ) -> bytes:
+        """Return the same index as columns, for the manifest; nothing where columns cannot say all
+        of it, or not every blob has a checksum: a checkpoint is as good without.
+
+        Args:
+            objects: per rank and object item, offset, length and CRC-32; of others, too.
+            tensors: the CRC-32 of each tensor's container, by `files` and offset.
+        """
+        if self._columns is None:
+            return b""
+        try:
+            found = {
+                number: objects[rank][item]
+                for number in self._columns.objects
+                for rank, item, _ in [self._objects[number]]
+            }
+            return self._columns.fill(found, tensors)
+        except (KeyError, ValueError):
+            return b""
+
+
+def _draft_columns(metadata: Metadata) -> ColumnsDraft | None:
+    try:
+        return ColumnsDraft(columns_of(metadata), _GAP)
+    except ValueError:
+        # A planner of one's own may describe what nobody writes.
+        return None
 
 
 _STATE_AT: Final = 2 + _FRAME.size

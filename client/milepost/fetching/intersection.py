@@ -1,7 +1,7 @@
 """Which stored chunks hold a wanted box of a tensor, and where a box lies in a chunk's bytes.
 
 Pure arithmetic over offsets and sizes; no torch, no files. A *chunk* is a stored box, an *overlap*
-what a chunk and a wanted box have in shared. Elements count in row-major order.
+what a chunk and a wanted box have in common. Elements count in row-major order.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from milepost.wire.offers import Box
 
 
 class Intersection(NamedTuple):
-    """What a chunk and a wanted box have in shared."""
+    """What a chunk and a wanted box have in common."""
 
     chunk: int
     """Index of the chunk."""
@@ -62,7 +63,7 @@ class Chunks:
         )
 
     def overlaps(self, offsets: Box, sizes: Box) -> list[Intersection]:
-        """Return what the chunks have in shared with a box, where that is not empty.
+        """Return what the chunks have in common with a box, where that is not empty.
 
         `O(log n)` in the number of chunks for usual shardings, after the first call has sorted
         them.
@@ -134,6 +135,28 @@ def flat_range(chunk: Box, at: Box, sizes: Box) -> tuple[int, int] | None:
         stride *= length
         count *= extent
     return first, count
+
+
+def flat_spans(chunk: Box, at: Box, sizes: Box, gap: int) -> Iterator[tuple[int, int]]:
+    """Yield first element and number of elements of spans that hold a box, ascending; elements
+    between two of its runs belong to a span if there are at most `gap` of them.
+
+    chunk, at, sizes: as for `flat_range`.
+    """
+    first, stride, length = 0, 1, 1
+    apart: list[tuple[int, int]] = []
+    for whole, begin, extent in zip(reversed(chunk), reversed(at), reversed(sizes), strict=True):
+        if extent > 1 and (apart or stride - length > gap):
+            apart.append((extent, stride))
+        elif extent > 1:
+            length += (extent - 1) * stride
+        first += begin * stride
+        stride *= whole
+    for place in product(*(range(extent) for extent, _ in reversed(apart))):
+        yield (
+            first + sum(n * by for n, (_, by) in zip(place, reversed(apart), strict=True)),
+            length,
+        )
 
 
 def boxes_within(

@@ -58,10 +58,8 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[FragmentFile, ...]
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """`.milepost`. Column entry i of `keys`, `files_of`, `offsets`, `lengths`, `crcs` describes
-    blob i.
-    """
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """`.milepost` without what is said of each blob: quick to read, and all that a load needs."""
 
     format: int = FORMAT_VERSION
     job: str = ""
@@ -77,13 +75,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     columns, so that it is read without them."""
     files: tuple[str, ...] = ()
     file_bytes: tuple[int, ...] = ()
-    keys: tuple[str, ...] = ()
-    files_of: tuple[int, ...] = ()
-    """Index into `files`."""
-    offsets: tuple[int, ...] = ()
-    lengths: tuple[int, ...] = ()
-    crcs: tuple[int, ...] = ()
-    """CRC-32 over the blob's whole container."""
     index_crc: int = -1
     """CRC-32 of `.metadata`; -1: not recorded."""
     stretch_bytes: int = 0
@@ -91,6 +82,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     stretches: tuple[bytes, ...] = ()
     """By file, the CRC-32 of each stretch of it from its start on, the last may be shorter, by
     `pack_crcs`; of a file whose stretches are not known, nothing. Empty as a whole: of none."""
+    index: bytes = b""
+    """What `.metadata` says, by `dcp_format.columns`; empty: not carried."""
+
+
+class Manifest(Summary, frozen=True, kw_only=True):
+    """`.milepost`. Column entry i of `keys`, `files_of`, `offsets`, `lengths`, `crcs` describes
+    blob i.
+    """
+
+    keys: tuple[str, ...] = ()
+    files_of: tuple[int, ...] = ()
+    """Index into `files`."""
+    offsets: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    crcs: tuple[int, ...] = ()
+    """CRC-32 over the blob's whole container."""
 
 
 _SELF_CRC: Final = b"\xa8self_crc\xce"
@@ -134,6 +141,18 @@ def decode_manifest(data: bytes) -> Manifest:
         raise CorruptCheckpoint("corrupt", f"malformed manifest: {error}") from error
 
 
+def decode_summary(data: bytes) -> Summary:
+    """Read a manifest but for its blobs. Raises CorruptCheckpoint, also if any of it is not what
+    was written.
+    """
+    try:
+        summary = msgspec.msgpack.decode(data, type=Summary)
+        _check_itself(data, {"stretches": 0} if summary.stretches else {})
+        return summary
+    except (ValueError, msgspec.DecodeError) as error:
+        raise CorruptCheckpoint("corrupt", f"malformed manifest: {error}") from error
+
+
 def _check_itself(data: bytes, fields: object) -> None:
     """Compare a manifest with its own checksum, which came with `stretches`. Raises ValueError."""
     body, written = data[:-4], int.from_bytes(data[-4:], "big")
@@ -149,8 +168,20 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
     """Return the manifest of a checkpoint directory, or None if it has none. Raises
     CorruptCheckpoint, OSError.
     """
+    data = _read(checkpoint)
+    return None if data is None else decode_manifest(data)
+
+
+def read_summary(checkpoint: Path) -> Summary | None:
+    """Return the manifest of a checkpoint directory but for its blobs, or None if it has none.
+    Raises CorruptCheckpoint, OSError.
+    """
+    data = _read(checkpoint)
+    return None if data is None else decode_summary(data)
+
+
+def _read(checkpoint: Path) -> bytes | None:
     try:
-        data = (checkpoint / MANIFEST_NAME).read_bytes()
+        return (checkpoint / MANIFEST_NAME).read_bytes()
     except FileNotFoundError:
         return None
-    return decode_manifest(data)

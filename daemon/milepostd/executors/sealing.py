@@ -38,7 +38,7 @@ _CRC: Final = struct.Struct("<I")
 
 
 @dataclass(slots=True)
-class Checksums:
+class ImageChecksums:
     """The CRCs of one image; complete once all of it is sealed."""
 
     containers: list[int] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Containers:
                 raise invalid(arena, f"layout names bytes outside the container at {blob}")
             self.end = max(self.end, end)
 
-    def seal(self, image: memoryview, sums: Checksums) -> Iterator[int]:
+    def seal(self, image: memoryview, sums: ImageChecksums) -> Iterator[int]:
         """Put each payload's CRC into its container, from the image's start to its end.
 
         Yields up to where the image is as it shall be written, every few MiB, at last all of it.
@@ -143,7 +143,7 @@ class Sealing:
     def __init__(self, containers: Containers, image: memoryview) -> None:
         self._containers = containers
         self._image = image
-        self._sums = Checksums()
+        self._sums = ImageChecksums()
         self._changed = threading.Condition()
         self._sealed = 0
         """Bytes from the image's start that are as they shall be written."""
@@ -176,7 +176,7 @@ class Sealing:
             if self._error is not None:
                 raise self._error
 
-    def checksums(self) -> Checksums:
+    def checksums(self) -> ImageChecksums:
         """Return the image's checksums once all of it is sealed."""
         self.await_sealed(len(self._image))
         return self._sums

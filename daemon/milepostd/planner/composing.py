@@ -10,7 +10,7 @@ import logging
 import time
 from functools import cache, cached_property
 from importlib.metadata import version
-from itertools import compress, repeat
+from itertools import chain, compress, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -205,7 +205,9 @@ class Composer:
         draft = composition.draft({rank: file.file for rank, file in files.items()})
         pickled = draft.fill(objects, save.save_id, str(home.checkpoint_dir(save)))
         described = msgspec.structs.replace(
-            _manifest_of(request, composition, files), index_crc=isal_zlib.crc32(pickled)
+            _manifest_of(request, composition, files),
+            index_crc=isal_zlib.crc32(pickled),
+            index=_columns_of(draft, composition, files),
         )
         parts = {
             manifest.MANIFEST_NAME: manifest.encode(described),
@@ -353,6 +355,21 @@ def _manifest_of(
         stretch_bytes=manifest.STRETCH_BYTES,
         stretches=tuple(stretches),
     )
+
+
+def _columns_of(
+    draft: IndexDraft, composition: _Composition, files: Mapping[int, manifest.FragmentFile]
+) -> bytes:
+    """Return the index as columns."""
+    crcs = {
+        file.file: compress(file.crcs, composition.tensors[rank].is_counted)
+        for rank, file in files.items()
+    }
+    objects = {
+        rank: {item: (at, length, crc) for item, at, length, crc in file.objects}
+        for rank, file in files.items()
+    }
+    return draft.columns(objects, list(chain.from_iterable(crcs[file] for file in draft.files)))
 
 
 @cache

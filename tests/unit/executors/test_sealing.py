@@ -19,7 +19,7 @@ from tests.unit.executors.test_writer import SAVE, Stage
 from milepost.errors import StorageError
 from milepost.format.layout import TableRow, pack_table
 from milepostd.executors import sealing, throttle
-from milepostd.executors.sealing import Checksums, Containers, Sealing
+from milepostd.executors.sealing import Containers, ImageChecksums, Sealing
 
 SOON_S = 0.05
 """Long enough for what must not happen to happen."""
@@ -35,7 +35,7 @@ class Slow(Containers):
         self.taken: list[int] = []
         self.may_go_on = threading.Semaphore(0)
 
-    def seal(self, image: memoryview, sums: Checksums) -> Iterator[int]:
+    def seal(self, image: memoryview, sums: ImageChecksums) -> Iterator[int]:
         sums.containers[:] = [7]
         for stretch in self.stretches:
             assert self.may_go_on.acquire(timeout=END_S)
@@ -95,7 +95,7 @@ def test_sealing_stays_near_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_sealed_fails_the_write_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Containers, image: memoryview, sums: Checksums) -> Iterator[int]:
+    def broken(self: Containers, image: memoryview, sums: ImageChecksums) -> Iterator[int]:
         yield 4096
         raise ValueError("no checksum today")
 

@@ -14,6 +14,7 @@ from milepost.fetching.intersection import (
     Intersection,
     boxes_within,
     flat_range,
+    flat_spans,
     missing,
 )
 from milepost.wire.offers import Box
@@ -111,6 +112,30 @@ def test_a_run_is_a_box_whose_elements_follow_one_another(data: st.DataObject, c
     places = sorted(flat(chunk, each) for each in elements(at, sizes))
     is_run = places == list(range(places[0], places[0] + len(places)))
     assert flat_range(chunk, at, sizes) == ((places[0], len(places)) if is_run else None)
+
+
+@given(
+    data=st.data(),
+    chunk=st.lists(st.integers(1, 5), max_size=4).map(tuple),
+    gap=st.integers(0, 30),
+)
+def test_spans_hold_the_box_and_no_long_gaps(data: st.DataObject, chunk: Box, gap: int) -> None:
+    at, sizes = data.draw(boxes_of(chunk))
+    if 0 in sizes:
+        return
+    wanted = {flat(chunk, each) for each in elements(at, sizes)}
+    end = -1
+    held: set[int] = set()
+    for first, count in flat_spans(chunk, at, sizes, gap):
+        assert first > end
+        end = first + count - 1
+        held |= set(range(first, first + count))
+        inside = sorted(wanted & set(range(first, first + count)))
+        assert (first, end) == (inside[0], inside[-1])
+        assert all(b - a - 1 <= gap for a, b in itertools.pairwise(inside))
+    assert wanted <= held
+    if flat_range(chunk, at, sizes):
+        assert wanted == held
 
 
 def test_a_rank_finds_its_own_among_thousands_of_chunks_at_once() -> None:
