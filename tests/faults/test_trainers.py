@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -156,70 +158,116 @@ def test_five_crashes_in_a_row_lose_nothing_staged_and_leave_a_neighbour_alone(
     judge(root, ["latest", *check_root(root)], ranks=1)
 
 
+ALL_WAYS = """
+import json, os, sys
+# Once for all of them: each is a fork, which goes on to the end of this script.
+import torch, torch.distributed.checkpoint
+
+running = {}
+for WAY in sys.argv[2:]:
+    ROOT = os.path.join(sys.argv[1], WAY)
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(ROOT + ".out", os.O_WRONLY | os.O_CREAT), 1)
+        os.dup2(os.open(ROOT + ".err", os.O_WRONLY | os.O_CREAT), 2)
+        break
+    running[pid] = WAY
+else:
+    ends = dict(os.wait() for _ in running)
+    print(json.dumps({way: os.waitstatus_to_exitcode(ends[pid]) for pid, way in running.items()}))
+    sys.exit()
+"""
+
+
+class End(NamedTuple):
+    """How a script has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_all_ways(script: str, ways: Iterable[str], folder: Path, **environ: str) -> dict[str, End]:
+    """Run a script once for each way, all of them at once, with `WAY` and a `ROOT` of its own."""
+    run = subprocess.run(
+        [sys.executable, "-c", ALL_WAYS + script, str(folder), *ways],
+        capture_output=True, text=True, timeout=200, env={**os.environ, **environ},
+    )  # fmt: skip
+    assert 0 == run.returncode, run.stderr
+    return {
+        way: End(code, *((folder / f"{way}.{name}").read_text() for name in ("out", "err")))
+        for way, code in json.loads(run.stdout).items()
+    }
+
+
 LEAVING = """
-import os, sys
-import torch
 from milepost import Checkpointer
 
-ck = Checkpointer(sys.argv[1])
+ck = Checkpointer(ROOT)
 save = ck.save(4, {"step": 4, "replica": torch.full((16,), 4.0),
                    "w": torch.arange(64, dtype=torch.float64) + 4})
 save.wait_staged()
 print("staged", flush=True)
+if WAY == "sys.exit":
+    sys.exit(0)
+if WAY == "exception":
+    raise RuntimeError("a bug of the training loop")
+if WAY == "os._exit":
+    os._exit(0)
 """
-
-WAYS = {
-    "return": "",
-    "sys.exit": "sys.exit(0)",
-    "exception": "raise RuntimeError('a bug of the training loop')",
-    "os._exit": "os._exit(0)",
-}
 
 
 def test_a_script_that_ends_right_after_staging_ends_soon_and_its_save_is_committed(
     folder: Path, shm: Path
 ) -> None:
     places = {"MILEPOST_SHM_DIR": str(shm)}
-    with members(folder, folder, [["after-staged:sleep:3@4"]], **places) as (member,):
-        running = {}
-        for way, ending in WAYS.items():
-            running[way] = subprocess.Popen(
-                [sys.executable, "-c", LEAVING + ending, str(folder / way)],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                env={**os.environ, **places, "MILEPOST_RUN_DIR": str(member.node.run_dir)},
-            )  # fmt: skip
-        ends = {way: process.communicate(timeout=200) for way, process in running.items()}
-        assert dict.fromkeys(WAYS, "staged\n") == {way: out for way, (out, _) in ends.items()}
-        codes = {way: process.returncode for way, process in running.items()}
-        assert {"return": 0, "sys.exit": 0, "exception": 1, "os._exit": 0} == codes
-        assert ends["exception"][1].rstrip().endswith("RuntimeError: a bug of the training loop")
-        assert "leaked" not in "".join(err for _, err in ends.values())
-        for way in WAYS:
+    codes = {"return": 0, "sys.exit": 0, "exception": 1, "os._exit": 0}
+    with members(folder, folder, [["after-staged:hold@4"]], **places) as (member,):
+        ends = run_all_ways(
+            LEAVING, codes, folder, MILEPOST_RUN_DIR=str(member.node.run_dir), **places
+        )
+        assert codes == {way: end.code for way, end in ends.items()}
+        assert dict.fromkeys(codes, "staged\n") == {way: end.out for way, end in ends.items()}
+        assert ends["exception"].err.rstrip().endswith("RuntimeError: a bug of the training loop")
+        assert "leaked" not in "".join(end.err for end in ends.values())
+        assert [Fired("after-staged", "hold", 4)] * len(codes) == fired(member.node)
+        assert [] == [way for way in codes if (folder / way / "latest").is_symlink()]
+        member.release("after-staged", 4)
+        for way in codes:
             until(lambda way=way: (folder / way / "latest").is_symlink(), f"{way}: committed")  # type: ignore[misc]
             assert ["step_4"] == check_root(folder / way)
-        assert [Fired("after-staged", "sleep", 4)] * len(WAYS) == fired(member.node)
         until(lambda: not os.listdir(shm), "shared memory is freed")
-    for way in WAYS:
-        judge(folder / way, ["latest"], ranks=1, values=64)
+    judge(folder, [f"{way}/latest" for way in codes], ranks=1, values=64)
 
 
 COPYING = """
-import atexit, multiprocessing, os, sys, threading
-import torch
+import atexit, multiprocessing, threading, time
 from milepost import Checkpointer
+from milepost.staging.streams import HostStreams
 
 def train():
-    parameter = torch.nn.Parameter(torch.rand(1 << 26))
-    ck = Checkpointer(sys.argv[1], staging="overlap", optimizer=torch.optim.SGD([parameter], lr=1))
+    parameter = torch.nn.Parameter(torch.rand(1 << 20))
+    ck = Checkpointer(ROOT, staging="overlap", optimizer=torch.optim.SGD([parameter], lr=1))
     if WAY == "atexit":
         atexit.register(save, ck, parameter)
     else:
         save(ck, parameter)
 
 def save(ck, parameter):
+    saving, is_told = threading.current_thread(), threading.Event()
+
+    def give(streams, work):
+        # The copy goes on after what is printed, while the script ends.
+        if threading.current_thread() is not saving:
+            is_told.wait()
+            time.sleep(0.3)
+        work()
+
+    HostStreams.give = give
     save = ck.save(4, {"step": 4, "replica": torch.full((16,), 4.0), "p": parameter,
                        "w": torch.arange(64, dtype=torch.float64) + 4})
     print(save.phase, flush=True)
+    is_told.set()
     if WAY == "kept":
         globals()["kept"] = ck  # as a module's variable that nobody closes
     if WAY == "exception":
@@ -242,25 +290,21 @@ def test_a_script_that_ends_while_a_copy_is_under_way_still_gets_its_checkpoint(
     folder: Path, shm: Path
 ) -> None:
     places = {"MILEPOST_SHM_DIR": str(shm)}
-    ways = {
+    codes = {
         "return": 0, "kept": 0, "sys.exit": 0, "exception": 1, "child": 0, "thread": 0, "atexit": 0,
     }  # fmt: skip
     with members(folder, folder, [[]], **places) as (member,):
-        for way, code in ways.items():
-            ended = subprocess.run(
-                [sys.executable, "-c", f"WAY = {way!r}\n{COPYING}", str(folder / way)],
-                capture_output=True, text=True, timeout=200,
-                env={**os.environ, **places, "MILEPOST_RUN_DIR": str(member.node.run_dir)},
-            )  # fmt: skip
-            # Copying 256 MiB into new memory takes longer than to get from save() to the print.
+        ends = run_all_ways(
+            COPYING, codes, folder, MILEPOST_RUN_DIR=str(member.node.run_dir), **places
+        )
+        for way, code in codes.items():
             # While the interpreter ends there is no other thread to copy.
             phase = "staged" if way == "atexit" else "staging"
-            assert (code, f"{phase}\n") == (ended.returncode, ended.stdout), ended.stderr
+            assert (code, f"{phase}\n") == (ends[way].code, ends[way].out), ends[way].err
             until(lambda way=way: (folder / way / "latest").is_symlink(), f"{way}: committed")  # type: ignore[misc]
             assert ["step_4"] == check_root(folder / way)
         until(lambda: not os.listdir(shm), "shared memory is freed")
-    for way in ways:
-        judge(folder / way, ["latest"], ranks=1, values=64)
+    judge(folder, [f"{way}/latest" for way in codes], ranks=1, values=64)
 
 
 PREEMPTED = """
