@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Their asserts say what they have compared, as those of the tests do.
 pytest.register_assert_rewrite("tests.faults", "tests.integration", "tests.simulation")
 
-settings.register_profile("milepost", deadline=None)
+settings.register_profile("milepost", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("milepost")
 
 FOLDERS: Final = ("unit", "simulation", "integration", "faults")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integration.cluster import Rank, nodes, run_ranks
-
-HELD = "after-staged:sleep:3@1,after-staged:sleep:3@2"
-"""Keeps the slots of the first two saves for some seconds."""
+from tests.integration.cluster import Rank, nodes, run_ranks, until
 
 
 def prepare_behind(rank: Rank) -> dict[str, Any]:
@@ -80,21 +76,23 @@ def skip_ahead_of_the_others(rank: Rank) -> dict[str, Any]:
         _, held = ck.save(1, state), ck.save(2, state)
         dist.barrier()
         if rank.rank == 0:
-            # Time for the other's word to be here before this rank calls.
-            time.sleep(1)
+            until(lambda: bool(ck.status()["jobs"][0]["last_skipped"]), "the other's word is here")
         skipped = ck.save(3, state)
         was_held = not held.done()
         with pytest.raises(Exception, match="slots in use"):
             skipped.wait(60)
+        rank.arguments["go_on"].touch()
         told = (skipped.phase, was_held, held.wait(60).step)
         dist.barrier()
         return {"told": told, "next": ck.save(4, state).wait(60).step}
 
 
 def test_a_step_that_one_rank_skipped_keeps_no_later_rank_waiting_for_a_slot(folder: Path) -> None:
-    root = folder / "root"
-    with nodes(folder, 1, root, ["--allow-faults"], MILEPOSTD_FAULTS=HELD) as (node,):
-        told = run_ranks(skip_ahead_of_the_others, root, [node, node])
+    root, go_on = folder / "root", folder / "go-on"
+    # The slots of the first two saves are kept until a rank has seen its third one skipped.
+    faults = ",".join(f"after-staged:hold:{go_on}@{step}" for step in (1, 2))
+    with nodes(folder, 1, root, ["--allow-faults"], MILEPOSTD_FAULTS=faults) as (node,):
+        told = run_ranks(skip_ahead_of_the_others, root, [node, node], go_on=go_on)
     assert [("skipped", True, 2)] * 2 == [each["told"] for each in told]
     assert [4, 4] == [each["next"] for each in told]
 

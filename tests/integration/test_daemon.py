@@ -175,9 +175,9 @@ def save_held(rank: Rank) -> str:
 def test_status_tells_what_a_running_save_waits_for(folder: Path) -> None:
     import threading
 
-    root = folder / "root"
-    flags = ["--allow-faults"]
-    with nodes(folder, 1, root, flags, MILEPOSTD_FAULTS="before-publish:sleep:4") as (node,):
+    root, go_on = folder / "root", folder / "go-on"
+    flags, fault = ["--allow-faults"], f"before-publish:hold:{go_on}"
+    with nodes(folder, 1, root, flags, MILEPOSTD_FAULTS=fault) as (node,):
         runner = threading.Thread(target=run_ranks, args=(save_held, root, [node]))
         runner.start()
         seen: dict[str, Any] = {}
@@ -196,6 +196,7 @@ def test_status_tells_what_a_running_save_waits_for(folder: Path) -> None:
         assert "publishing" == seen["coordinator"]["phase"]
         assert 3 == seen["coordinator"]["step"]
         assert not (root / "step_3").exists()
+        go_on.touch()
         runner.join()
         assert 1 == node.status()["jobs"][0]["committed_total"]
         assert [] == node.status()["saves"]

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from tests.integration.cluster import Rank, nodes, run_ranks
+from tests.integration.cluster import Rank, nodes, run_ranks, until
 from tests.integration.stagings import STAGINGS, opened
 
 SAVES = 20
@@ -62,6 +62,8 @@ def save_without_collector(rank: Rank) -> list[dict[str, Any]]:
                 if isinstance(value, torch.Tensor):
                     value.add_(1)
             # What is cleaned up after a commit opens files for a moment.
+            until(lambda: not ck.status()["saves"], "the daemon has done what comes after")
+            until(lambda: not os.listdir(rank.root / ".partial"), "and has cleaned up")
             looks = []
             for _ in range(5):
                 looks.append((_held(os.getpid()), _held(daemon)))

@@ -126,6 +126,10 @@ class Saving:
         return self.told
 
 
+def waits_for(node: Node) -> str:
+    return " ".join(save["waits_for"] for save in node.status()["saves"])
+
+
 def is_writing(node: Node) -> bool:
     return any(0 < save["bytes_written"] < save["bytes_total"] for save in node.status()["saves"])
 
@@ -136,12 +140,13 @@ def is_writing(node: Node) -> bool:
 def test_every_thread_of_daemon_and_planner_is_as_nice_as_asked_and_where_it_was_asked(
     folder: Path,
 ) -> None:
-    root, core = folder / "root", max(everywhere())
+    root, core, go_on = folder / "root", max(everywhere()), folder / "go-on"
     flags = ["--nice", "7", "--io-class", "idle", "--cpus", str(core), "--write-mbps", "4"]
-    with nodes(folder, 1, root, flags) as (node,):
+    fault = f"mid-write:hold:{go_on}"
+    with nodes(folder, 1, root, [*flags, "--allow-faults"], MILEPOSTD_FAULTS=fault) as (node,):
         idle = len(threads_of(node.process.pid))
-        saving = Saving(root, [node], mb=8)
-        until(lambda: is_writing(node), "a writer is at work")
+        saving = Saving(root, [node], mb=1)
+        until(lambda: "mid-write" in waits_for(node), "a writer is at work")
         threads = threads_of(node.process.pid)
         assert len(threads) > idle, "the writer and the planner have come"
         assert {core} == set().union(*masks_of(node.process.pid))
@@ -150,6 +155,7 @@ def test_every_thread_of_daemon_and_planner_is_as_nice_as_asked_and_where_it_was
         classes = {psutil.Process(thread).ionice().ioclass for thread in threads}
         assert {psutil.IOPRIO_CLASS_IDLE} == classes
         writer = node.status()["writer"]
+        go_on.touch()
         (told,) = saving.end()
     assert told["elapsed_s"] > 0
     assert {

@@ -33,6 +33,11 @@ class Peer:
         self.node = NodeRef(name, self.transport.address, public.decode())
         self.heard: list[PeerEnvelope] = []
         self.came = asyncio.Event()
+        self.has_kept = asyncio.Event()
+        """That something has come which is not taken yet, or never."""
+        admission = self.transport._admission
+        self._plain_judge = admission.judge
+        admission.judge = self._judge  # type: ignore[method-assign]
 
     async def _take(self, envelope: PeerEnvelope) -> None:
         self.heard.append(envelope)
@@ -49,6 +54,12 @@ class Peer:
                 await task
             self.transport.close()
 
+    def _judge(self, key: str, envelope: PeerEnvelope, size: int) -> bool:
+        is_taken = self._plain_judge(key, envelope, size)
+        if not is_taken:
+            self.has_kept.set()
+        return is_taken
+
     async def until(self, count: int) -> list[str]:
         async with asyncio.timeout(10):
             while len(self.heard) < count:
@@ -62,7 +73,7 @@ def test_a_node_that_speaks_before_it_is_known_is_heard_when_it_is(folder: Path)
         a, b = Peer(folder / "a", "a"), Peer(folder / "b", "b")
         async with a.serving(), b.serving():
             b.transport.send(a.node, _word("early"))
-            await asyncio.sleep(0.3)
+            await asyncio.wait_for(a.has_kept.wait(), 10)
             assert [] == a.heard
             early = a.transport.meet((b.node,))
             assert ["early"] == [e.message.cause.message for e in early]  # type: ignore[union-attr]
@@ -84,7 +95,7 @@ def test_a_stranger_is_never_taken_for_a_node_that_is_known(folder: Path) -> Non
         async with a.serving(), b.serving(), stranger.serving():
             a.transport.meet((b.node,))
             stranger.transport.send(a.node, _word("false"))
-            await asyncio.sleep(0.3)
+            await asyncio.wait_for(a.has_kept.wait(), 10)
             b.transport.send(a.node, _word("true"))
             assert ["true"] == await a.until(1)
             assert [] == a.transport.meet((b.node,))

@@ -159,14 +159,16 @@ class Connection:
         poller.register(self._wake, zmq.POLLIN)
         hello = encode(_hello())
         dealer.send(hello, zmq.NOBLOCK)
-        heard_at_s = said_at_s = time.monotonic()
+        said_at_s = time.monotonic()
+        # Since when the daemon owes a word. While this thread does not run, it asks for none.
+        asked_at_s: float | None = None
         pidfd = -1
         while True:
             period_s = HEARTBEAT_S if self._welcome is not None else HELLO_AGAIN_S
             ready = dict(poller.poll(int(period_s * 1000)))
             now_s = time.monotonic()
             if dealer in ready:
-                heard_at_s = now_s
+                asked_at_s = None
                 if not self._drain(dealer):
                     return pidfd
                 if self._welcome is not None and pidfd < 0:
@@ -186,11 +188,13 @@ class Connection:
                 assert self._welcome is not None
                 self._lose(f"the daemon (pid {self._welcome.pid}) has ended")
                 return pidfd
-            if self._welcome is not None and now_s - heard_at_s > SILENCE_S:
-                self._lose(f"the daemon has been silent for {now_s - heard_at_s:.0f} s")
+            if asked_at_s is not None and now_s - asked_at_s > SILENCE_S:
+                self._lose(f"the daemon has been silent for {now_s - asked_at_s:.0f} s")
                 return pidfd
             if now_s - said_at_s >= period_s:
                 said_at_s = now_s
+                if self._welcome is not None and asked_at_s is None:
+                    asked_at_s = now_s
                 with contextlib.suppress(zmq.Again):
                     dealer.send(encode(Ping()) if self._welcome is not None else hello, zmq.NOBLOCK)
 

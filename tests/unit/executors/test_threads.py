@@ -24,8 +24,15 @@ def test_a_result_and_an_error_come_back() -> None:
 def test_no_more_calls_run_at_once_than_permitted() -> None:
     async def main() -> None:
         threads, gate = Threads("t", 2), threading.Event()
-        running = [asyncio.create_task(threads.run(gate.wait)) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        both = threading.Barrier(3, timeout=20)
+
+        def call() -> bool:
+            if not gate.is_set():
+                both.wait()
+            return gate.wait()
+
+        running = [asyncio.create_task(threads.run(call)) for _ in range(3)]
+        await asyncio.to_thread(both.wait)
         assert 2 == sum(thread.name == "t" for thread in threading.enumerate())
         gate.set()
         assert [True] * 3 == await asyncio.gather(*running)
@@ -36,10 +43,17 @@ def test_no_more_calls_run_at_once_than_permitted() -> None:
 def test_an_abandoned_call_makes_room_and_still_ends() -> None:
     async def main() -> None:
         threads, gate = Threads("t", 1), threading.Event()
-        hung = asyncio.create_task(threads.run(gate.wait, "hung"))
-        await asyncio.sleep(0.02)
+        is_hanging = threading.Event()
+
+        def hang() -> bool:
+            is_hanging.set()
+            return gate.wait()
+
+        hung = asyncio.create_task(threads.run(hang, "hung"))
+        assert await asyncio.to_thread(is_hanging.wait, 20)
         waiting = asyncio.create_task(threads.run(lambda: "next"))
-        await asyncio.sleep(0.02)
+        for _ in range(10):
+            await asyncio.sleep(0)
         assert not waiting.done()
         threads.abandon("hung")
         assert "next" == await waiting

@@ -40,6 +40,7 @@ from milepost.wire.messages import (
     StatusWanted,
     Welcome,
     decode_client,
+    decode_daemon,
     encode,
 )
 
@@ -47,7 +48,7 @@ NODE = NodeRef("node-0", "tcp://127.0.0.1:1", "k")
 WAIT_S = 10.0
 """Never waited in full: only a fault takes so long."""
 
-HASTY_SILENCE_S = 0.15
+HASTY_SILENCE_S = 0.05
 
 Answer = Callable[[ClientMessage], list[DaemonMessage | bytes]]
 
@@ -160,10 +161,26 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heartbeats and patience a hundred times shorter."""
+    """Heartbeats a hundred times shorter."""
     monkeypatch.setattr(connection, "HEARTBEAT_S", 0.01)
     monkeypatch.setattr(connection, "HELLO_AGAIN_S", 0.01)
-    monkeypatch.setattr(connection, "SILENCE_S", HASTY_SILENCE_S)
+
+
+class Clock:
+    """The connection's clock, which a test can put forward."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(connection, "time", made)
+    return made
 
 
 def test_hello_tells_who_is_there_and_is_answered(tmp_path: Path, trainer: Trainer) -> None:
@@ -253,8 +270,10 @@ def test_the_last_words_are_delivered_by_close(tmp_path: Path, trainer: Trainer)
 
 
 def test_a_daemon_that_falls_silent_is_lost_once(
-    tmp_path: Path, trainer: Trainer, hasty: None
+    tmp_path: Path, trainer: Trainer, hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connection, "SILENCE_S", HASTY_SILENCE_S)
+
     def mute(message: ClientMessage) -> list[DaemonMessage | bytes]:
         return [welcome()] if isinstance(message, Hello) else []
 
@@ -268,13 +287,34 @@ def test_a_daemon_that_falls_silent_is_lost_once(
 
 
 def test_a_daemon_that_only_answers_heartbeats_is_not_lost(
-    tmp_path: Path, trainer: Trainer, hasty: None
+    tmp_path: Path, trainer: Trainer, hasty: None, clock: Clock
 ) -> None:
+    def answer(message: ClientMessage) -> list[DaemonMessage | bytes]:
+        if isinstance(message, Ping):
+            clock.ahead_s += SILENCE_S / 3
+        return polite(message)
+
+    with serving(tmp_path, answer) as daemon:
+        trainer.connection.open(WAIT_S)
+        daemon.wait_for(Ping, 7)
+        assert clock.ahead_s > 2 * SILENCE_S
+        assert [] == trainer.lost
+
+
+def test_a_trainer_that_was_held_up_itself_does_not_take_its_daemon_for_silent(
+    tmp_path: Path, trainer: Trainer, hasty: None, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hold_up(frame: bytes) -> DaemonMessage:
+        message = decode_daemon(frame)
+        if isinstance(message, Pong) and not clock.ahead_s:
+            clock.ahead_s = 2 * SILENCE_S
+        return message
+
+    monkeypatch.setattr(connection, "decode_daemon", hold_up)
     with serving(tmp_path) as daemon:
         trainer.connection.open(WAIT_S)
-        until_s = time.monotonic() + 2 * HASTY_SILENCE_S
-        while time.monotonic() < until_s:
-            daemon.wait_for(Ping, daemon.count(Ping) + 1)
+        daemon.wait_for(Ping, 4)
+        assert clock.ahead_s
         assert [] == trainer.lost
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -87,7 +88,11 @@ def test_ranks_that_disagree_are_named_on_every_rank(field: str) -> None:
 
 def test_a_rank_that_does_not_come_is_named_on_every_rank() -> None:
     def act(group: Group) -> Meeting:
-        return meet(group, introduction(group.rank), lambda: ("run", 1), 0.05)
+        assert isinstance(group.store, dist.Store)
+        if group.rank == 0:
+            group.store.wait(["meet/2"], timedelta(seconds=WAIT_S))
+        timeout_s = WAIT_S if group.rank else 0.05
+        return meet(group, introduction(group.rank), lambda: ("run", 1), timeout_s)
 
     results = together(4, act, absent=(1, 3))
     for error in (results[0], results[2]):
