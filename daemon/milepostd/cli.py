@@ -151,9 +151,9 @@ def milepostd(
     # Before the long imports: they are not to be paid by a rank that trains on this core.
     place.settle()
 
-    from milepostd.runtime import run
+    from milepostd.runtime import run_daemon
 
-    raise typer.Exit(run(settings, place))
+    raise typer.Exit(run_daemon(settings, place))
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""What a daemon has to know of its jobs after it was killed: kept in its run directory.
+"""What a daemon that was killed has to know of its jobs when it starts again.
 
-One file an attempt of a job: its `Join` (cohort, root, retention, deadline), written before the
-first byte of a save is, and there until the last of its saves has ended. What was staged needs no
-journal: the arenas tell, since each slot holds its own record. Not synced: a machine that loses
-power loses the arenas too. No torch, no sockets.
+Kept in the run directory, one file for each attempt of a job: its `Join` (cohort, root, retention,
+deadline). The file is written before the first byte of a save, and stays until the attempt's last
+save has ended. It does not say what was staged: each slot of an arena holds its own record
+(`executors/arenas.py`). Not synced: a machine that loses power loses the arenas too.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 from milepost.errors import MilepostError, ProtocolError
-from milepost.memory.arena import Arena, SlotState, find_arenas
-from milepost.wire.messages import Join, SaveRef, Staged, decode_client, encode
+from milepost.wire.messages import Join, decode_client, encode
 
 _log = logging.getLogger(__name__)
 
 
 class Journal:
-    """The journal of one run directory; one daemon at a time owns it."""
+    """The journal of one run directory. One daemon at a time owns it."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "journal"
@@ -36,12 +34,12 @@ class Journal:
         draft.rename(path)
 
     def forget(self, job: str, attempt: int) -> None:
-        """Forget an attempt of which nothing is pending."""
+        """Forget an attempt that has no unfinished save."""
         self._path(job, attempt).unlink(missing_ok=True)
 
     def recall(self) -> list[Join]:
-        """Return what was kept, a job's attempts in their order; what cannot be read is left out,
-        with a log line.
+        """Return what was kept; of each job in the order of its attempts. A file that cannot be
+        read is left out, and logged.
         """
         found: list[Join] = []
         for entry in os.scandir(self._folder) if self._folder.is_dir() else ():
@@ -60,55 +58,3 @@ class Journal:
     def _path(self, job: str, attempt: int) -> Path:
         digest = hashlib.blake2b(job.encode(), digest_size=12).hexdigest()
         return self._folder / f"{digest}-{attempt}.join"
-
-
-def find_staged(job: str, attempt: int, ranks: Iterable[int]) -> list[tuple[int, Staged]]:
-    """Return what the arenas of these ranks hold completely staged, as the ranks would say it, in
-    the order of the saves.
-
-    Slots that were being filled, arenas that are damaged or of another attempt are passed over:
-    what is in them cannot become a checkpoint.
-    """
-    wanted = set(ranks)
-    found: list[tuple[int, int, Staged]] = []
-    for file in find_arenas(job):
-        if file.attempt != attempt or file.rank not in wanted:
-            continue
-        try:
-            arena = Arena.open(file.path)
-        except (OSError, MilepostError) as error:
-            fields = {"file": str(file.path), "cause": str(error)}
-            _log.warning("arena.unreadable", extra={"fields": fields})
-            continue
-        try:
-            for slot in arena.slots:
-                if slot.state is not SlotState.STAGED:
-                    continue
-                try:
-                    record = slot.record()
-                except MilepostError as error:
-                    fields = {"file": str(file.path), "cause": str(error)}
-                    _log.warning("arena.unreadable", extra={"fields": fields})
-                    continue
-                if record.job != job or record.rank != file.rank:
-                    continue
-                save = SaveRef(
-                    job=job,
-                    save_id=record.save_id,
-                    step=record.step,
-                    name=record.name,
-                    overwrite=record.overwrite,
-                    place=record.place,
-                )
-                staged = Staged(
-                    save=save,
-                    layout_id=record.layout_id,
-                    arena=str(file.path),
-                    slot=slot.index,
-                    image_bytes=record.image_bytes,
-                )
-                count = int(record.save_id.rpartition("-")[2] or 0)
-                found.append((count, file.rank, staged))
-        finally:
-            arena.close()
-    return [(rank, staged) for _, rank, staged in sorted(found, key=lambda each: each[:2])]

@@ -19,14 +19,11 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
-import msgpack
-import msgspec
 import zmq
 import zmq.asyncio
 import zmq.auth
@@ -48,6 +45,7 @@ from milepost.wire.messages import (
     decode_peer,
     encode,
 )
+from milepostd.identity import Identity
 
 log = logging.getLogger(__name__)
 
@@ -60,56 +58,12 @@ REACH_S: Final = 4.0
 """How long a peer's address may take to be resolved and to answer a connection before a line says
 that it does not."""
 
-IDENTITY_NAME: Final = "identity"
-
 LINGER_MS: Final = 500
 """How long a closing socket may still try to deliver."""
 
 QUEUE_MESSAGES_MAX: Final = 1_000
 """High-water mark of each socket: far above what the saves in flight can need, low enough to bound
 memory."""
-
-
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who this node is, kept in its run directory so that a restarted daemon is the same node to
-    its peers.
-    """
-
-    node_id: str
-    public_key: str
-    secret_key: str
-    port: int = 0
-    """The peer port last used; taken again if it is free."""
-
-
-def load_identity(run_dir: Path) -> Identity:
-    """Read the node's identity, or draw one. The file is private to its owner."""
-    path = run_dir / IDENTITY_NAME
-    try:
-        return msgspec.convert(msgpack.unpackb(path.read_bytes()), Identity)
-    except FileNotFoundError:
-        pass
-    except (ValueError, msgspec.ValidationError):
-        log.warning("identity.damaged", extra={"fields": {"file": str(path)}})
-    public_key, secret_key = zmq.curve_keypair()
-    host = socket.gethostname().split(".")[0][:24] or "node"
-    identity = Identity(
-        node_id=f"{host}-{os.urandom(3).hex()}",
-        public_key=public_key.decode(),
-        secret_key=secret_key.decode(),
-    )
-    save_identity(run_dir, identity)
-    return identity
-
-
-def save_identity(run_dir: Path, identity: Identity) -> None:
-    """Keep the identity for the next start. Not durable: a lost one is only drawn anew."""
-    path = run_dir / IDENTITY_NAME
-    draft = path.with_suffix(".new")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgpack.packb(msgspec.to_builtins(identity)))
-    draft.rename(path)
 
 
 class _Admission:

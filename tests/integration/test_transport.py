@@ -13,7 +13,8 @@ import zmq
 
 from milepost.wire.messages import Cause as FailCause
 from milepost.wire.messages import Fail, NodeRef, PeerEnvelope, SaveRef
-from milepostd.transport import Identity, Transport
+from milepostd.identity import Identity, load_identity, save_identity
+from milepostd.transport import Transport
 
 
 def _word(text: str) -> Fail:
@@ -104,8 +105,6 @@ def test_a_stranger_is_never_taken_for_a_node_that_is_known(folder: Path) -> Non
 
 
 def test_a_restarted_node_keeps_name_keys_and_port(folder: Path) -> None:
-    from milepostd.transport import load_identity, save_identity
-
     async def port_of(identity: Identity) -> int:
         transport = Transport(folder, identity, "life")
         transport.open("tcp://127.0.0.1:0", "")

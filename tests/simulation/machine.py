@@ -5,7 +5,7 @@ commands are carried out, against the model of the disk and the network. A daemo
 `Life`; what is in memory and in the run directory survives it. Knows nothing of why trainers do
 what they do.
 
-Sources: `daemon/milepostd/runtime.py`, `journal.py`, `writer.py`.
+Sources: `daemon/milepostd/runtime.py`, `journal.py`, `executors/`.
 """
 
 from __future__ import annotations

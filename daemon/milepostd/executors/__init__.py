@@ -1,4 +1,4 @@
-"""What carries out the slow commands of the core: images, fragments, verdicts, retention.
+"""Carrying out what the core commands: `table` says who carries out which slow command.
 
-Each command ends in exactly one event. Nothing here touches the core.
+Nothing here touches the core.
 """

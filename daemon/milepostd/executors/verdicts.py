@@ -1,7 +1,7 @@
 """Carries out what decides a save, and what follows from it: publish, give up, discard, retain.
 
-All of it is work on the shared directory (`milepost.storage.root`). Each command ends in exactly
-one event, success or failure; what was committed stays so, whatever else fails.
+All of it is work on the shared directory (`milepost.storage.root`). What was committed stays
+committed, whatever else fails.
 """
 
 from __future__ import annotations
@@ -14,17 +14,9 @@ from typing import Any
 
 from milepost.storage.homes import Home, home_of
 from milepost.storage.root import Root
-from milepost.wire.messages import SaveRef
+from milepost.wire.messages import Cause, SaveRef
 from milepostd.core.commands import Discard, GiveUp, Publish, Retain
-from milepostd.core.events import (
-    AnyEvent,
-    Discarded,
-    Fate,
-    OutcomeFound,
-    Published,
-    PublishFailed,
-    Retained,
-)
+from milepostd.core.events import Discarded, Fate, OutcomeFound, Published, Retained
 from milepostd.executors.failures import cause_of, retried
 from milepostd.executors.latest import Latest
 from milepostd.ops.faults import FaultPoints
@@ -32,12 +24,12 @@ from milepostd.ops.logs import emit
 
 
 class Verdicts:
-    """Executors of the commands that move whole checkpoint directories.
+    """Executors of Publish, GiveUp, Discard and Retain.
 
     Args:
-        node: this node's id, named in what is told of a failure.
+        node: this node's id, named in the causes of failures.
         faults: the points at which a test makes something happen.
-        in_files: runs work on storage in a thread.
+        in_files: runs file work in a thread.
         latest: moves `latest` after a commit.
     """
 
@@ -53,16 +45,15 @@ class Verdicts:
         self._in_files = in_files
         self._latest = latest
 
-    async def publish(self, command: Publish) -> AnyEvent:
-        """Give the save its final name, then let `latest` follow."""
+    async def publish(self, command: Publish) -> Published:
+        """Give the save its final name, then let `latest` follow. Raises what storage does, unless
+        the checkpoint has its final name.
+        """
         save, home = command.save, home_of(command.root, command.save)
-        try:
-            await self._faults.at("before-publish", save)
-            publish = partial(self._in_files, partial(home.publish, save))
-            path = await retried(publish, command.until_ns)
-            at_ms = time.time_ns() // 1_000_000
-        except Exception as error:  # every failure becomes the command's one event
-            return PublishFailed(save=save, cause=cause_of(error, node=self._node))
+        await self._faults.at("before-publish", save)
+        publish = partial(self._in_files, partial(home.publish, save))
+        path = await retried(publish, command.until_ns)
+        at_ms = time.time_ns() // 1_000_000
         try:
             await self._faults.at("after-publish", save)
             await self._latest.advance(home, save)
@@ -71,78 +62,88 @@ class Verdicts:
             self._move_latest_later(home, save, error)
         return Published(save=save, path=str(path), at_ms=at_ms)
 
-    def _move_latest_later(self, home: Home, save: SaveRef, error: Exception) -> None:
-        """What was committed stays so, whatever becomes of `latest`."""
-        cause = cause_of(error, node=self._node)
-        emit("warning", "latest.unmoved", job=save.job, save=save.save_id, step=save.step,
-             code=cause.code, cause=cause.message)  # fmt: skip
-        self._latest.follow_later(home, save)
-
-    async def give_up(self, command: GiveUp) -> AnyEvent:
-        """Take the save's directory out of the way, or find out how it ended."""
+    async def give_up(self, command: GiveUp) -> OutcomeFound:
+        """Move the save's directory out of the way, or find out how the save ended."""
         save, home = command.save, home_of(command.root, command.save)
         is_forestalled = command.is_coordinator and not command.was_prepared
         look = home.forestall if is_forestalled else home.give_up
         try:
             ask = partial(self._in_files, partial(look, save))
             fate = Fate(await retried(ask, command.until_ns))
-        except Exception as error:  # every failure becomes the command's one event
+        except Exception as error:  # there is a second way to find out
             cause = cause_of(error, node=self._node)
             emit("error", "save.unresolved", job=save.job, save=save.save_id, step=save.step,
                  code=cause.code, cause=cause.message)  # fmt: skip
-            fate = Fate.UNKNOWN
-            with suppress(Exception):  # the first failure has been told
-                if (
-                    command.is_coordinator
-                    and not command.may_take_effect
-                    and await self._in_files(
-                        partial(home.is_unpublished, save, was_begun=command.was_prepared)
-                    )
-                ):
-                    fate = Fate.ABORTED
+            fate = Fate.ABORTED if await self._is_unpublished(command) else Fate.UNKNOWN
         if fate is Fate.COMMITTED and command.is_coordinator:
-            # It was published, in an earlier life perhaps, by one who did not get to this.
+            # Whoever published it, perhaps in an earlier life, may not have come to moving
+            # `latest`.
             try:
                 await self._latest.advance(home, save)
             except Exception as error:  # it is a checkpoint all the same
                 self._move_latest_later(home, save, error)
-        return OutcomeFound(save=save, fate=fate, path=str(home.checkpoint_dir(save)))
+        return OutcomeFound(save=save, fate=fate, path=_final_path(command))
 
-    async def discard(self, command: Discard) -> AnyEvent:
-        """Delete what a save left that has ended; if it was committed, what earlier attempts left,
-        too.
-        """
-        try:
-            cleared = await self._in_files(
-                partial(_discard, home_of(command.root, command.save), command.save)
-            )
-        except Exception as error:  # leftovers are worth no more than a line
-            cause = cause_of(error, node=self._node)
-            emit("warning", "save.undiscarded", job=command.save.job, save=command.save.save_id,
-                 step=command.save.step, code=cause.code, cause=cause.message)  # fmt: skip
-            return Discarded(save=command.save)
+    async def _is_unpublished(self, command: GiveUp) -> bool:
+        """Whether a directory that could not be moved is unpublished, and stays so."""
+        if not command.is_coordinator or command.may_take_effect:
+            return False
+        home = home_of(command.root, command.save)
+        look = partial(home.is_unpublished, command.save, was_begun=command.was_prepared)
+        with suppress(Exception):  # the first failure is in the log
+            return bool(await self._in_files(look))
+        return False
+
+    async def discard(self, command: Discard) -> Discarded:
+        """Delete what an ended save left; if it was committed, also what earlier attempts left."""
+        home = home_of(command.root, command.save)
+        cleared = await self._in_files(partial(_delete_left_over, home, command.save))
         if cleared:
             emit("info", "partial.cleared", job=command.save.job, file=", ".join(cleared))
         return Discarded(save=command.save)
 
-    async def retain(self, command: Retain) -> AnyEvent:
+    async def retain(self, command: Retain) -> Retained:
         """Remove the checkpoints that no rule keeps."""
-        try:
-            removed = await self._latest.retain(Root(command.root), command.keep)
-        except Exception as error:  # a checkpoint too many is no loss
-            cause = cause_of(error, node=self._node)
-            emit("warning", "retention.failed", job=command.job, code=cause.code,
-                 cause=cause.message)  # fmt: skip
-            return Retained(job=command.job, removed=())
+        removed = await self._latest.retain(Root(command.root), command.keep)
         if removed:
             emit("info", "retention.removed", job=command.job, file=", ".join(removed))
         return Retained(job=command.job, removed=removed)
 
+    def _move_latest_later(self, home: Home, save: SaveRef, error: Exception) -> None:
+        """Log that `latest` could not follow a commit, and have it tried again."""
+        cause = cause_of(error, node=self._node)
+        emit("warning", "latest.unmoved", job=save.job, save=save.save_id, step=save.step,
+             code=cause.code, cause=cause.message)  # fmt: skip
+        self._latest.follow_later(home, save)
 
-def _discard(home: Home, save: SaveRef) -> list[str]:
-    """Delete what a save left, also what a late writer of this node has made since it ended. Return
-    the names of what else was cleared.
+
+def not_found(command: GiveUp, cause: Cause) -> OutcomeFound:
+    """Return that the outcome is unknown."""
+    return OutcomeFound(save=command.save, fate=Fate.UNKNOWN, path=_final_path(command))
+
+
+def not_discarded(command: Discard, cause: Cause) -> Discarded:
+    """Log the cause: leftovers are not worth a failure."""
+    emit("warning", "save.undiscarded", job=command.save.job, save=command.save.save_id,
+         step=command.save.step, code=cause.code, cause=cause.message)  # fmt: skip
+    return Discarded(save=command.save)
+
+
+def not_retained(command: Retain, cause: Cause) -> Retained:
+    """Log the cause: a checkpoint too many is not worth a failure."""
+    emit("warning", "retention.failed", job=command.job, code=cause.code,
+         cause=cause.message)  # fmt: skip
+    return Retained(job=command.job, removed=())
+
+
+def _final_path(command: GiveUp) -> str:
+    return str(home_of(command.root, command.save).checkpoint_dir(command.save))
+
+
+def _delete_left_over(home: Home, save: SaveRef) -> list[str]:
+    """Delete what a save left, also what a late writer of this node made after its end. Return the
+    names of what earlier attempts left and this call deleted.
     """
-    is_committed = home.give_up(save) == "committed"
+    is_committed = home.give_up(save) == Fate.COMMITTED
     home.discard(save)
     return home.clear_abandoned(save) if is_committed else []

@@ -10,12 +10,9 @@ checked before it is used.
 from __future__ import annotations
 
 import errno
-import os
-import threading
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 from isal import isal_zlib
 
@@ -26,65 +23,9 @@ from milepost.memory.arena import Arena, SlotRecord
 from milepost.storage.homes import Home
 from milepost.storage.names import check_name
 from milepost.wire.messages import SaveRef
+from milepostd.executors.arenas import OpenArenas
 from milepostd.executors.sealing import Containers, Sealing, invalid
 from milepostd.executors.throttle import Pace
-
-
-class OpenArenas:
-    """The arenas this daemon has mapped, kept from save to save: mapping anew costs 0.1 s of CPU
-    per GiB.
-
-    Thread-safe. An arena whose file is gone or was replaced is let go at the next `get`; `forget`
-    does it at once.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: dict[str, tuple[tuple[int, int], Arena]] = {}
-        self._containers: WeakKeyDictionary[Arena, Containers] = WeakKeyDictionary()
-
-    def get(self, path: str) -> Arena:
-        """Return the arena at `path`; do not close it. Raises Rejected("arena-invalid")."""
-        with self._lock:
-            for other, (identity, _) in list(self._open.items()):
-                if _identity(other) != identity:
-                    self._close(other)
-            if path not in self._open:
-                identity = _identity(path)
-                self._open[path] = (identity, Arena.open(Path(path)))
-            return self._open[path][1]
-
-    def containers(self, arena: Arena) -> Containers:
-        """Return what its images hold. Raises Rejected("arena-invalid")."""
-        with self._lock:
-            found = self._containers.get(arena)
-            if found is None:
-                found = self._containers[arena] = Containers(arena)
-            return found
-
-    def forget(self, path: str) -> None:
-        """Unmap the arena; one that is being written from is unmapped after that."""
-        with self._lock:
-            self._close(path)
-
-    def close(self) -> None:
-        """Unmap all."""
-        with self._lock:
-            for path in list(self._open):
-                self._close(path)
-
-    def _close(self, path: str) -> None:
-        _, arena = self._open.pop(path, (None, None))
-        if arena is not None:
-            arena.close()
-
-
-def _identity(path: str) -> tuple[int, int]:
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return (0, 0)
-    return (status.st_dev, status.st_ino)
 
 
 def write_rank(

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.executors.tables import table_of
 from tests.unit.storage.published import filled
 
 from milepost.storage.refusals import storage_error
 from milepost.storage.root import Root
 from milepost.wire.messages import SaveRef
-from milepostd.core.commands import GiveUp, Publish
-from milepostd.core.events import OutcomeFound, Published, PublishFailed
+from milepostd.core.commands import GiveUp, Publish, SlowCommand
+from milepostd.core.events import AnyEvent, OutcomeFound, Published, PublishFailed
 from milepostd.executors import failures
 from milepostd.executors.latest import Latest
+from milepostd.executors.table import carry_out
 from milepostd.executors.verdicts import Verdicts
 from milepostd.ops.faults import FaultPoints
 
@@ -36,9 +38,12 @@ class Bench:
         async def in_files(work: Callable[[], Any]) -> Any:
             return work()
 
-        self.verdicts = Verdicts(
-            "node", FaultPoints(()), in_files, Latest(in_files, self.spawned.append)
-        )
+        latest = Latest(in_files, self.spawned.append)
+        self.table = table_of(Verdicts("node", FaultPoints(()), in_files, latest))
+
+    def end(self, command: SlowCommand) -> AnyEvent:
+        """Carry out a command, as the runtime does; return its completion."""
+        return asyncio.run(carry_out(self.table, command, "node"))
 
     def give_up(self, *, for_s: float, is_coordinator: bool = True) -> OutcomeFound:
         command = GiveUp(
@@ -48,14 +53,14 @@ class Bench:
             until_ns=time.monotonic_ns() + int(for_s * 1e9) if for_s else 0,
             was_prepared=True,
         )
-        found = asyncio.run(self.verdicts.give_up(command))
+        found = self.end(command)
         assert isinstance(found, OutcomeFound)
         return found
 
     def publish(self, *, for_s: float) -> Published | PublishFailed:
         until_ns = time.monotonic_ns() + int(for_s * 1e9)
         command = Publish(save=SAVE, root=str(self.root.path), until_ns=until_ns)
-        ended = asyncio.run(self.verdicts.publish(command))
+        ended = self.end(command)
         assert isinstance(ended, Published | PublishFailed)
         return ended
 

@@ -22,7 +22,7 @@ from milepost.storage import blocks
 from milepost.storage.root import Root
 from milepost.wire.messages import SaveRef
 from milepostd.executors.throttle import MB, BandwidthLimit, Pace
-from milepostd.executors.writer import OpenArenas, write_fragment, write_rank
+from milepostd.executors.writer import write_fragment, write_rank
 
 SAVE = SaveRef("run-7", "1-3", 30, "step_30")
 
@@ -357,34 +357,6 @@ def test_without_a_keeper_nothing_stays_mapped(tmp_path: Path) -> None:
     with pytest.raises(Rejected):
         stage.write(slot=0)
     assert before == descriptors(stage.path)
-
-
-def test_kept_arenas_are_mapped_once_and_let_go_when_their_file_is_gone(tmp_path: Path) -> None:
-    arenas = OpenArenas()
-    stage = Stage(tmp_path / "one", [500], [])
-    before = descriptors(stage.path)
-    stage.write(arenas=arenas)
-    first = arenas.get(stage.path)
-    stage.write(arenas=arenas)
-    assert first is arenas.get(stage.path)
-    assert before + 1 == descriptors(stage.path)
-
-    stage.arena.unlink()
-    with pytest.raises(Rejected):
-        stage.write(arenas=arenas)
-    assert before == descriptors(stage.path)
-
-
-def test_a_new_arena_under_an_old_name_is_mapped_anew(tmp_path: Path) -> None:
-    arenas = OpenArenas()
-    one = Stage(tmp_path / "one", [500], [])
-    two = Stage(tmp_path / "two", [700], [])
-    first = arenas.get(one.path)
-    Path(two.path).replace(one.path)
-    assert first is not arenas.get(one.path)
-    assert arenas.get(one.path).table == two.arena.table
-    arenas.forget(one.path)
-    arenas.close()
 
 
 def test_a_node_without_a_file_of_its_own_still_tells_so(tmp_path: Path) -> None:

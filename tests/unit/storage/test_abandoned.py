@@ -85,7 +85,7 @@ def test_a_commit_clears_and_stands_whether_it_can_or_not(
             assert isinstance(bench.publish(for_s=9), Published)
             assert old.exists(), "nobody waits for it to hear of a commit"
             command = Discard(save=save, root=str(root.path))
-            assert isinstance(asyncio.run(bench.verdicts.discard(command)), Discarded)
+            assert isinstance(bench.end(command), Discarded)
         assert is_refused == old.exists()
         root.remove_checkpoint(save.name)
 
@@ -94,7 +94,7 @@ def test_what_a_failed_save_left_is_discarded_and_nothing_else(root: Root) -> No
     old = aged(begun(root, "1-1", "step_1"), 2 * ABANDONED_S)
     failed = begun(root, "9-1", "step_50")
     command = Discard(save=SaveRef("run-7", "9-1", 50, "step_50"), root=str(root.path))
-    assert isinstance(asyncio.run(Bench(root).verdicts.discard(command)), Discarded)
+    assert isinstance(Bench(root).end(command), Discarded)
     assert old.exists()
     assert not failed.exists()
 

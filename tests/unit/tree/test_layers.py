@@ -21,14 +21,16 @@ CLIENT_ROOMS = (
 """Folders and single files of `milepost`; each imports only from those before it."""
 
 DAEMON_ROOMS = (
-    "__init__", "core", "ops", "journal", "transport", "planner", "executors", "runtime", "cli",
+    "__init__", "core", "ops", "journal", "identity", "transport", "sessions", "planner",
+    "executors", "runtime", "cli",
     "__main__",
 )  # fmt: skip
 """The same for `milepostd`."""
 
 TORCH_FREE = {
     "errors", "concurrency", "wire", "ledger", "format", "storage", "memory", "link", "tools",
-    "cli", "core", "ops", "journal", "transport", "executors", "runtime", "__init__",
+    "cli", "core", "ops", "journal", "identity", "transport", "sessions", "executors", "runtime",
+    "__init__",
 }  # fmt: skip
 """Rooms of both packages that can be imported where torch is not wanted."""
 

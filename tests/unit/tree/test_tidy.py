@@ -38,7 +38,6 @@ BANNED_FILES = {"utils", "util", "common", "helpers", "manager", "base", "misc"}
 
 TWICE_NAMED = {
     "Place": "where a save is published; where a daemon's threads may run",
-    "Session": "a trainer's connection, on its own side and on the daemon's",
     "Verdicts": "how the ranks agree on a load; executors that decide a save",
 }
 """Public class names that two modules still give to different things. One that is mended goes off
