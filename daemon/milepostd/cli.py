@@ -18,7 +18,7 @@ from milepost.errors import MilepostError, UsageError
 from milepost.link.run_dir import make_run_dir
 from milepostd.ops.config import FLAGS, Settings, load_settings
 from milepostd.ops.logs import emit, setup
-from milepostd.ops.placement import Place
+from milepostd.ops.placement import DaemonPlacement
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -142,18 +142,18 @@ def milepostd(
     settings = load_settings(flags, os.environ, config)
     setup(settings.log_format, settings.log_level)
     check_directories(settings)
-    place = Place(
+    placement = DaemonPlacement(
         nice=settings.nice,
         io_class=settings.io_class,
         cpus=settings.cpus,
         is_embedded=settings.embedded,
     )
     # Before the long imports: they are not to be paid by a rank that trains on this core.
-    place.settle()
+    placement.settle()
 
     from milepostd.runtime import run_daemon
 
-    raise typer.Exit(run_daemon(settings, place))
+    raise typer.Exit(run_daemon(settings, placement))
 
 
 def main() -> None:

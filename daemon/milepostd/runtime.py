@@ -62,13 +62,13 @@ from milepostd.core.node import Node, NodeSettings
 from milepostd.core.phases import Phase
 from milepostd.core.status import status_of
 from milepostd.executors.arenas import ArenaRemoval, OpenArenas, arenas_of, find_staged
+from milepostd.executors.directories import SaveDirectories
 from milepostd.executors.images import Images
 from milepostd.executors.latest import Latest
 from milepostd.executors.plans import Plans
 from milepostd.executors.table import carry_out, make_table
 from milepostd.executors.threads import Threads
 from milepostd.executors.throttle import MB, BandwidthLimit
-from milepostd.executors.verdicts import Verdicts
 from milepostd.identity import Identity, load_identity, only_daemon, save_identity
 from milepostd.journal import Journal
 from milepostd.ops import systemd
@@ -77,7 +77,7 @@ from milepostd.ops.faults import FaultPoints, parse_faults
 from milepostd.ops.http import bind_as_set, make_app, serve, url_of
 from milepostd.ops.logs import emit
 from milepostd.ops.metrics import Counters, make_exposition
-from milepostd.ops.placement import Place
+from milepostd.ops.placement import DaemonPlacement
 from milepostd.planner.process import Planner
 from milepostd.sessions import TrainerSessions
 from milepostd.transport import Transport
@@ -99,7 +99,7 @@ LOOP_STUCK_S: Final = 10.0
 """If an event waits longer for the core, the daemon calls itself unhealthy."""
 
 
-def run_daemon(settings: Settings, place: Place) -> int:
+def run_daemon(settings: Settings, placement: DaemonPlacement) -> int:
     """Run the daemon until it is told to stop; return the exit code.
 
     The run directory must be there, the log set up and the place taken.
@@ -111,18 +111,20 @@ def run_daemon(settings: Settings, place: Place) -> int:
         raise UsageError("usage", f"run directory {run_dir} belongs to another user")
     run_dir.chmod(0o700)
     with only_daemon(run_dir) as release:
-        place.tell()
-        return asyncio.run(_serve(settings, place, release))
+        placement.tell()
+        return asyncio.run(_serve(settings, placement, release))
 
 
-async def _serve(settings: Settings, place: Place, release: Callable[[], None]) -> int:
+async def _serve(
+    settings: Settings, placement: DaemonPlacement, release: Callable[[], None]
+) -> int:
     incarnation = os.urandom(6).hex()
     identity = load_identity(settings.run_dir)
     transport = Transport(settings.run_dir, identity, incarnation)
     transport.open(settings.peer, settings.advertise)
     identity = msgspec.structs.replace(identity, port=transport.port)
     save_identity(settings.run_dir, identity)
-    runtime = Runtime(settings, place, identity, incarnation, transport)
+    runtime = Runtime(settings, placement, identity, incarnation, transport)
     return await runtime.main(release)
 
 
@@ -140,13 +142,13 @@ class Runtime:
     def __init__(
         self,
         settings: Settings,
-        place: Place,
+        placement: DaemonPlacement,
         identity: Identity,
         incarnation: str,
         transport: Transport,
     ) -> None:
         self.settings = settings
-        self.place = place
+        self.placement = placement
         self.incarnation = incarnation
         self.transport = transport
         self.started_at_s = time.monotonic()
@@ -209,8 +211,8 @@ class Runtime:
         )
         self.plans = Plans(self.planner, self.faults, self.counters)
         latest = Latest(self.files.run, self._spawn)
-        verdicts = Verdicts(node_id, self.faults, self.files.run, latest)
-        self.table = make_table(self.images, self.plans, verdicts)
+        directories = SaveDirectories(node_id, self.faults, self.files.run, latest)
+        self.table = make_table(self.images, self.plans, directories)
 
     # --- life
 
@@ -305,7 +307,7 @@ class Runtime:
 
     def _keep_away(self) -> None:
         """Leave the trainers' cores to them, as they are now."""
-        self.place.follow(self.sessions.pids(), self.planner.pid)
+        self.placement.follow(self.sessions.pids(), self.planner.pid)
 
     async def _serve_http(self, listener: socket.socket) -> None:
         app = make_app(
@@ -345,7 +347,7 @@ class Runtime:
         picture["writer"] = {
             "threads": self.settings.writer_threads,
             "write_mbps": self.settings.write_mbps,
-            **self.place.picture(),
+            **self.placement.picture(),
         }
         return picture
 

@@ -32,10 +32,10 @@ from milepostd.core.events import (
     PlanFailed,
     PublishFailed,
 )
+from milepostd.executors.directories import SaveDirectories, not_discarded, not_found, not_retained
 from milepostd.executors.failures import cause_of
 from milepostd.executors.images import Images
 from milepostd.executors.plans import Plans
-from milepostd.executors.verdicts import Verdicts, not_discarded, not_found, not_retained
 
 C = TypeVar("C")
 
@@ -49,12 +49,14 @@ class Executor(NamedTuple, Generic[C]):
     """Returns the completion event of a command that failed."""
 
 
-def make_table(images: Images, plans: Plans, verdicts: Verdicts) -> dict[type, Executor[Any]]:
+def make_table(
+    images: Images, plans: Plans, directories: SaveDirectories
+) -> dict[type, Executor[Any]]:
     """Return the row of each slow command."""
 
     async def discard(command: Discard) -> Discarded:
         images.forget(command.save)
-        return await verdicts.discard(command)
+        return await directories.discard(command)
 
     def file_failed(command: WriteImage, cause: Cause) -> FileFailed:
         return FileFailed(save=command.save, rank=command.rank, cause=cause)
@@ -76,10 +78,10 @@ def make_table(images: Images, plans: Plans, verdicts: Verdicts) -> dict[type, E
         WriteFragment: Executor(images.write_fragment, fragment_failed),
         MakePlan: Executor(plans.make_plan, plan_failed),
         BuildIndex: Executor(plans.build_index, index_failed),
-        Publish: Executor(verdicts.publish, publish_failed),
-        GiveUp: Executor(verdicts.give_up, not_found),
+        Publish: Executor(directories.publish, publish_failed),
+        GiveUp: Executor(directories.give_up, not_found),
         Discard: Executor(discard, not_discarded),
-        Retain: Executor(verdicts.retain, not_retained),
+        Retain: Executor(directories.retain, not_retained),
     }
 
 

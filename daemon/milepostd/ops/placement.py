@@ -181,7 +181,7 @@ class Host:
         psutil.Process().ionice(io_class, level or None)
 
 
-class Place:
+class DaemonPlacement:
     """The daemon's place on its node. Belongs to the process's first thread.
 
     Args:

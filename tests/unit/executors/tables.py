@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from milepostd.executors.arenas import OpenArenas
+from milepostd.executors.directories import SaveDirectories
 from milepostd.executors.images import Images
 from milepostd.executors.plans import Plans
 from milepostd.executors.table import Executor, make_table
 from milepostd.executors.threads import Threads
-from milepostd.executors.verdicts import Verdicts
 from milepostd.ops.faults import FaultPoints
 from milepostd.ops.metrics import Counters
 from milepostd.planner.process import Planner
 
 
-def table_of(verdicts: Verdicts) -> dict[type, Executor[Any]]:
+def table_of(directories: SaveDirectories) -> dict[type, Executor[Any]]:
     """Return a table whose planner is not started and whose images are written unthrottled."""
     faults, counters = FaultPoints(()), Counters()
     images = Images(
@@ -29,4 +29,4 @@ def table_of(verdicts: Verdicts) -> dict[type, Executor[Any]]:
         limit=None,
         post=lambda event: None,
     )
-    return make_table(images, Plans(Planner(Path()), faults, counters), verdicts)
+    return make_table(images, Plans(Planner(Path()), faults, counters), directories)

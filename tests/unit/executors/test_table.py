@@ -28,10 +28,10 @@ from milepostd.core.commands import (
     WriteImage,
 )
 from milepostd.core.events import AnyEvent, Published
+from milepostd.executors.directories import SaveDirectories
 from milepostd.executors.latest import Latest
 from milepostd.executors.table import Executor, carry_out
 from milepostd.executors.threads import Threads
-from milepostd.executors.verdicts import Verdicts
 from milepostd.ops.faults import FaultPoints
 
 SAVE = SaveRef("job", "1-3", 30, "step_30")
@@ -53,7 +53,7 @@ KINDS = [type(command) for command in COMMANDS]
 def table() -> dict[type, Executor[Any]]:
     files = Threads("files", 1)
     latest = Latest(files.run, lambda work: work.close())
-    return table_of(Verdicts("node", FaultPoints(()), files.run, latest))
+    return table_of(SaveDirectories("node", FaultPoints(()), files.run, latest))
 
 
 def end(table: dict[type, Executor[Any]], command: SlowCommand) -> AnyEvent:

@@ -16,8 +16,8 @@ from milepost.errors import UsageError
 from milepostd.ops.placement import (
     CORES_MIN,
     Choice,
+    DaemonPlacement,
     Host,
-    Place,
     choose_cores,
     parse_cores,
     show_cores,
@@ -201,8 +201,10 @@ def settled(
     nice: int = 10,
     io_class: str = "best-effort",
     is_embedded: bool = False,
-) -> Place:
-    place = Place(nice=nice, io_class=io_class, cpus=cpus, is_embedded=is_embedded, host=host)
+) -> DaemonPlacement:
+    place = DaemonPlacement(
+        nice=nice, io_class=io_class, cpus=cpus, is_embedded=is_embedded, host=host
+    )
     place.settle()
     return place
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.executors.test_verdicts import Bench
+from tests.unit.executors.test_directories import Bench
 from tests.unit.storage.published import filled
 
 from milepost.errors import SaveFailed
@@ -75,7 +75,7 @@ def test_a_commit_clears_and_stands_whether_it_can_or_not(
 
     save = SaveRef("run-7", "9-1", 50, "step_50", overwrite=True)
     old = aged(begun(root, "1-1", "step_1"), 2 * ABANDONED_S)
-    monkeypatch.setattr("tests.unit.executors.test_verdicts.SAVE", save)
+    monkeypatch.setattr("tests.unit.executors.test_directories.SAVE", save)
     for is_refused in (True, False):
         bench = Bench(root)
         filled(root, save)

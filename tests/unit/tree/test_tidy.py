@@ -36,13 +36,6 @@ BANNED_WORDS = re.compile(
 
 BANNED_FILES = {"utils", "util", "common", "helpers", "manager", "base", "misc"}
 
-TWICE_NAMED = {
-    "Place": "where a save is published; where a daemon's threads may run",
-    "Verdicts": "how the ranks agree on a load; executors that decide a save",
-}
-"""Public class names that two modules still give to different things. One that is mended goes off
-the list."""
-
 PUBLIC = [
     "Checkpoint", "Checkpointer", "CorruptCheckpoint", "KeepEvery", "KeepLast", "LoadFailed",
     "LoadReport", "MilepostError", "Protect", "Rejected", "Save", "SaveFailed", "StorageError",
@@ -99,7 +92,7 @@ def test_no_class_name_is_given_twice() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 modules.setdefault(node.name, []).append(named(path))
     twice = {name: where for name, where in modules.items() if len(where) > 1}
-    assert TWICE_NAMED.keys() == twice.keys(), twice
+    assert {} == twice
 
 
 def used_codes() -> Iterator[tuple[str, str]]:

@@ -20,9 +20,9 @@ from milepost.wire.messages import SaveRef
 from milepostd.core.commands import GiveUp, Publish, SlowCommand
 from milepostd.core.events import AnyEvent, OutcomeFound, Published, PublishFailed
 from milepostd.executors import failures
+from milepostd.executors.directories import SaveDirectories
 from milepostd.executors.latest import Latest
 from milepostd.executors.table import carry_out
-from milepostd.executors.verdicts import Verdicts
 from milepostd.ops.faults import FaultPoints
 
 SAVE = SaveRef(job="j", save_id="1-5", step=50, name="step_50", overwrite=True)
@@ -39,7 +39,7 @@ class Bench:
             return work()
 
         latest = Latest(in_files, self.spawned.append)
-        self.table = table_of(Verdicts("node", FaultPoints(()), in_files, latest))
+        self.table = table_of(SaveDirectories("node", FaultPoints(()), in_files, latest))
 
     def end(self, command: SlowCommand) -> AnyEvent:
         """Carry out a command, as the runtime does; return its completion."""

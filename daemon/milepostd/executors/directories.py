@@ -23,7 +23,7 @@ from milepostd.ops.faults import FaultPoints
 from milepostd.ops.logs import emit
 
 
-class Verdicts:
+class SaveDirectories:
     """Executors of Publish, GiveUp, Discard and Retain.
 
     Args:
