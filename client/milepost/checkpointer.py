@@ -608,7 +608,7 @@ class Checkpointer:
             # Arenas carry their attempt's number, and those of earlier ones are swept away.
             self._slots.close(unlink=True)
             self._begin_attempt(int(told))
-        self._saves.resume(loaded.name)
+        self._saves.resume(loaded.report.step, loaded.name)
 
     @property
     def preempted(self) -> bool:

@@ -19,7 +19,7 @@ from milepost.ledger import ENDED, STAGED
 from milepost.wire.causes import error_of
 
 if TYPE_CHECKING:
-    from milepost.wire.messages import Cause
+    from milepost.wire.messages import Cause, Ending
 
 log = logging.getLogger("milepost")
 
@@ -149,9 +149,9 @@ class Save:
         """End as committed."""
         self._end("committed", checkpoint, None)
 
-    def fail(self, phase: str, cause: Cause) -> None:
+    def fail(self, outcome: Ending, cause: Cause) -> None:
         """End as failed, skipped or outcome-unknown."""
-        self._end(phase, None, cause)
+        self._end(outcome.value, None, cause)
 
     def _end(self, phase: str, checkpoint: Checkpoint | None, cause: Cause | None) -> None:
         with self._changed:

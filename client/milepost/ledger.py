@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeAlias, TypeVar
 from milepost.wire.messages import (
     Cause,
     Concluded,
+    Ending,
     LayoutReady,
     Progress,
     SaveRef,
@@ -26,7 +27,7 @@ from milepost.wire.messages import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ENDED: Final = frozenset({"committed", "failed", "skipped", "outcome-unknown"})
+ENDED: Final = frozenset(ending.value for ending in Ending)
 """Phases that a save does not leave."""
 
 STAGED: Final = frozenset({"staged", "writing", "prepared", "committed"})
@@ -68,7 +69,7 @@ class EndUncommitted(Generic[H]):
 
     handle: H
     ref: SaveRef
-    outcome: str
+    outcome: Ending
     cause: Cause
     is_logged: bool
     """Whether the log tells of it; what a call raises is not logged, too."""
@@ -96,7 +97,7 @@ class LoseArena:
 
 @dataclass(frozen=True)
 class ForgetWords:
-    """Tell a restarted daemon nothing of this save any more: its end is known."""
+    """Tell a restarted daemon nothing of this save any more: it has ended, and its slot is free."""
 
     save_id: str
 
@@ -131,6 +132,13 @@ class OpenSave(Generic[H]):
         return self.phase != "staging"
 
 
+class _Taken(NamedTuple):
+    """Who has a directory's name."""
+
+    step: int
+    by: str
+
+
 class Ledger(Generic[H]):
     """See the module's docstring. One thread at a time.
 
@@ -147,12 +155,14 @@ class Ledger(Generic[H]):
         self._plans: dict[str, KnownPlan] = {}
         """By fingerprint."""
         self._failures: list[H] = []
-        self._taken: dict[str, str] = {}
-        """Directory names that this attempt has saved under or resumed from, and which it was."""
-        self._early_ends: dict[str, tuple[str, Cause]] = {}
+        self._taken: dict[str, _Taken] = {}
+        """By directory name: what this attempt has saved or resumed from, and must not replace."""
+        self._early_ends: dict[str, tuple[Ending, Cause]] = {}
         self._last_step = -1
+        self._owed: dict[str, None] = {}
+        """Saves that have ended while the daemon still reads their slots."""
 
-    def begin(self, job: str, attempt: int) -> None:
+    def begin(self, job: str, attempt: int) -> Sequence[Decision[H]]:
         """Number the saves that come as those of this attempt. Nothing is under way.
 
         What an earlier attempt has saved may be saved again. The count goes on, so that an id is
@@ -161,6 +171,9 @@ class Ledger(Generic[H]):
         self._job, self._attempt = job, attempt
         self._taken.clear()
         self._last_step = -1
+        owed, self._owed = self._owed, {}
+        # A daemon refuses words of an earlier attempt.
+        return [ForgetWords(save_id) for save_id in owed]
 
     # --- what is asked
 
@@ -184,7 +197,8 @@ class Ledger(Generic[H]):
 
     def taken_by(self, name: str) -> str | None:
         """Return what of this attempt has a directory's name; None: it is free."""
-        return self._taken.get(name)
+        taken = self._taken.get(name)
+        return None if taken is None else taken.by
 
     @property
     def last_step(self) -> int:
@@ -218,7 +232,7 @@ class Ledger(Generic[H]):
         """Take a save up; it ends at once if the other ranks have ended it already."""
         save = self._open[ref.save_id] = OpenSave(ref, handle)
         if not ref.is_plan_only:
-            self._taken[ref.name] = f"save {ref.save_id} of this attempt"
+            self._taken[ref.name] = _Taken(ref.step, f"save {ref.save_id} of this attempt")
         early = self._early_ends.pop(ref.save_id, None)
         return [] if early is None else self._end(save, *early)
 
@@ -245,7 +259,7 @@ class Ledger(Generic[H]):
         raises the cause.
         """
         save = self._open.get(save_id)
-        return [] if save is None else self._end(save, "failed", cause, is_raised=is_raised)
+        return [] if save is None else self._end(save, Ending.FAILED, cause, is_raised=is_raised)
 
     def close_plan(self, save_id: str) -> Sequence[Decision[H]]:
         """End what was opened for the sake of a layout only."""
@@ -253,11 +267,14 @@ class Ledger(Generic[H]):
         if save is None:
             return []
         cause = Cause("aborted", "it was to prepare only")
-        return [EndUncommitted(save.handle, save.ref, "skipped", cause, is_logged=False)]
+        return [EndUncommitted(save.handle, save.ref, Ending.SKIPPED, cause, is_logged=False)]
 
-    def resume(self, name: str) -> None:
-        """Note that this attempt goes on from a checkpoint, which it does not replace."""
-        self._taken[name] = "the checkpoint this attempt resumed from"
+    def resume(self, step: int, name: str) -> None:
+        """Note that this attempt goes on from a checkpoint, which it does not replace. What lies
+        beyond is history, also if it was resumed from before.
+        """
+        self._taken = {each: taken for each, taken in self._taken.items() if taken.step <= step}
+        self._taken[name] = _Taken(step, "the checkpoint this attempt resumed from")
 
     # --- what it hears
 
@@ -276,7 +293,7 @@ class Ledger(Generic[H]):
             case Concluded():
                 return self._concluded(message)
             case SlotFreed():
-                return [FreeSlot(message.save_id)]
+                return self._slot_freed(message.save_id)
             case _:
                 pass
         return []
@@ -297,25 +314,34 @@ class Ledger(Generic[H]):
         decisions: list[Decision[H]] = []
         for save in self.open_saves:
             if save.is_staged:
-                decisions += self._end(save, "outcome-unknown", unknown)
+                decisions += self._end(save, Ending.UNKNOWN, unknown)
             else:
-                decisions += self._end(save, "failed", cause)
+                decisions += self._end(save, Ending.FAILED, cause)
             decisions.append(FreeSlot(save.ref.save_id))
-        return decisions
+        owed, self._owed = self._owed, {}
+        return [*decisions, *(FreeSlot(save_id) for save_id in owed)]
+
+    def _slot_freed(self, save_id: str) -> list[Decision[H]]:
+        self._owed.pop(save_id, None)
+        return [ForgetWords(save_id), FreeSlot(save_id)]
 
     def _concluded(self, message: Concluded) -> Sequence[Decision[H]]:
         save_id = message.save_id
-        decisions: list[Decision[H]] = [ForgetWords(save_id)]
+        decisions: list[Decision[H]] = []
         if not message.layout_valid:
             self._plans.clear()
         if message.slot_free:
-            decisions.append(FreeSlot(save_id))
+            decisions += self._slot_freed(save_id)
+        else:
+            # Whoever is daemon when the slot is free has to know that somebody waits for it: what
+            # was said of the save is said again to one that was restarted.
+            self._owed[save_id] = None
         save = self._open.get(save_id)
         cause = message.cause or Cause("internal", "the daemon gave no reason")
         if save is None:
-            if message.outcome != "committed":
+            if message.outcome is not Ending.COMMITTED:
                 self._keep_early(save_id, message.outcome, cause)
-        elif message.outcome == "committed":
+        elif message.outcome is Ending.COMMITTED:
             self._last_step = max(self._last_step, save.ref.step)
             del self._open[save_id]
             decisions.append(EndCommitted(save.handle, save.ref, message))
@@ -324,18 +350,18 @@ class Ledger(Generic[H]):
         return decisions
 
     def _end(
-        self, save: OpenSave[H], outcome: str, cause: Cause, *, is_raised: bool = False
+        self, save: OpenSave[H], outcome: Ending, cause: Cause, *, is_raised: bool = False
     ) -> Sequence[Decision[H]]:
         """End a save that has not become a checkpoint, as far as this rank knows."""
         ref, decisions = save.ref, list[Decision[H]]()
         if not ref.is_plan_only:
-            if outcome == "outcome-unknown":
+            if outcome is Ending.UNKNOWN:
                 self._last_step = max(self._last_step, ref.step)
             else:
                 self._taken.pop(ref.name, None)
         if cause.code == "arena-invalid":
             decisions.append(LoseArena())
-        is_told = is_raised or ref.is_plan_only or outcome == "skipped"
+        is_told = is_raised or ref.is_plan_only or outcome is Ending.SKIPPED
         if self._is_raising and not is_told:
             self._failures.append(save.handle)
         # Last, so that an interrupt before it leaves a save that can be ended again.
@@ -343,7 +369,7 @@ class Ledger(Generic[H]):
         decisions.append(EndUncommitted(save.handle, ref, outcome, cause, is_logged=not is_told))
         return decisions
 
-    def _keep_early(self, save_id: str, outcome: str, cause: Cause) -> None:
+    def _keep_early(self, save_id: str, outcome: Ending, cause: Cause) -> None:
         """Note how a save ended that this rank has not called yet."""
         if _count_of(save_id) <= self._count:
             return

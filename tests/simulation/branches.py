@@ -1,4 +1,4 @@
-"""Going back to an earlier step in a living attempt: `Checkpointer.load` and `_begin_branch`.
+"""Going back to an earlier step in a living attempt: `Checkpointer.load`.
 
 All ranks wait for their saves, rank 0 chooses a checkpoint and, if this attempt has saved beyond
 it, claims another attempt's number; every rank goes on under that number from the older step. What
@@ -18,7 +18,7 @@ from tests.simulation.disk import Root
 from tests.simulation.world import Sleep, Steps, Until
 
 if TYPE_CHECKING:
-    from tests.simulation.workload import Trainer
+    from tests.simulation.trainer import Trainer
 
 
 class Choice(NamedTuple):
@@ -32,7 +32,7 @@ class Choice(NamedTuple):
 def load(trainer: Trainer, after: int, root: Root) -> Steps:
     """Go back to an earlier checkpoint after the save of this number."""
     attempt = trainer.attempt
-    yield Until(lambda: not trainer.saves, 1e6)
+    yield Until(lambda: not trainer.ledger.open_saves, 1e6)
     if trainer.rank == 0:
         try:
             attempt.choices[after] = yield from _choose(trainer, root)
@@ -51,6 +51,7 @@ def load(trainer: Trainer, after: int, root: Root) -> Steps:
         # One that stays expires.
         with contextlib.suppress(OSError):
             yield from root.drop_lease(lease)
+    trainer.ledger.resume(choice.step, f"step_{choice.step}")
     # The save that comes next is the one after this step.
     trainer.base = choice.step - 10 * after
 
@@ -63,7 +64,7 @@ def _choose(trainer: Trainer, root: Root) -> Steps:
         return Choice(-1, 0)
     step = there[min(attempt.rng.choice([0, 1, 1, 2]), len(there) - 1)]
     number = trainer.number
-    if trainer.step_last > step:
+    if trainer.ledger.last_step > step:
         number = yield from root.claim_attempt()
         oracle.preemptions.begun(attempt, number)
         oracle.mark("branch")
@@ -78,6 +79,4 @@ def _choose(trainer: Trainer, root: Root) -> Steps:
 
 
 def _begin_branch(trainer: Trainer, number: int) -> None:
-    trainer.number = number
-    trainer.step_last = -1
-    trainer.close_arenas()
+    trainer.begin(number)

@@ -14,7 +14,8 @@ changes nothing, and believes no node: a checkpoint is judged by its files.
 8. The invariants of each node hold after each of its events.
 9. Retention removes nothing that somebody reads, and is not kept from it for ever (`readers.py`).
 10. `preempted` gives all ranks the same answer at the same read (`preemption.py`).
-11. After a step back `latest` follows the new branch, and the abandoned one takes nothing from it.
+11. A slot comes back once its save has ended.
+12. After a step back `latest` follows the new branch, and the abandoned one takes nothing from it.
 """
 
 from __future__ import annotations
@@ -49,10 +50,16 @@ from tests.simulation.world import SECOND_NS, World
 
 if TYPE_CHECKING:
     from tests.simulation.machine import Daemon, Slot
-    from tests.simulation.workload import Attempt, Handle, Trainer
+    from tests.simulation.trainer import Handle, Trainer
+    from tests.simulation.workload import Attempt
 
 STORY_LINES: Final = 60
 """How much of what led to a violation is told."""
+
+
+SLOT_LOOK_S: Final = 5.0
+SLOT_LOOKS_MAX: Final = 6
+"""So often nothing may be wrong when a slot is looked at whose save has ended."""
 
 
 class SafetyViolation(AssertionError):
@@ -222,6 +229,17 @@ class Oracle:
                     f"the handle of rank {trainer.rank} for {handle.save.save_id} is "
                     f"{handle.phase} after {age_s:.0f} s, more than {self.handle_s_max:.0f} s"
                 )
+
+    def watch_slot(self, trainer: Trainer, save_id: str, quiet: int = 0) -> None:
+        """The save has ended: its slot comes back once nobody reads it and the daemon is there."""
+        slot, daemon = trainer.held.get(save_id), trainer.machine.daemon
+        if slot is None:
+            return
+        is_well = daemon is not None and not daemon.is_stopped and not slot.readers
+        quiet = quiet + 1 if is_well and trainer.session.joined is not None else 0
+        if quiet == SLOT_LOOKS_MAX:
+            self.be_late(f"rank {trainer.rank} never gets the slot of {save_id} back")
+        self.world.after(SLOT_LOOK_S, trainer, self.watch_slot, trainer, save_id, quiet)
 
     # --- the directory
 

@@ -28,7 +28,8 @@ from tests.simulation.world import SECOND_NS, Steps, Until, World
 if TYPE_CHECKING:
     from tests.simulation.machine import Daemon
     from tests.simulation.oracle import Oracle
-    from tests.simulation.workload import Attempt, Launcher, Trainer
+    from tests.simulation.trainer import Trainer
+    from tests.simulation.workload import Attempt, Launcher
 
 KIND: Final = "sigterm"
 
@@ -91,7 +92,7 @@ class Flag:
     def hold(self) -> None:
         self.is_held = True
         reads = self.reads if self.at_read is None else min(self.reads, self.at_read - 1)
-        self.trainer.signal(ReadsTold(reads=reads))
+        self.trainer.session.signal(ReadsTold(reads=reads))
 
     def decide(self, at_read: int) -> None:
         if self.at_read is None:
@@ -111,7 +112,7 @@ class Flag:
             # Without a daemon the other ranks cannot be told yet.
             with contextlib.suppress(MilepostError):
                 yield from self.trainer.ensure()
-                self.trainer.signal(PreemptionNoticed())
+                self.trainer.session.signal(PreemptionNoticed())
             if (yield Until(lambda: self.at_read is not None or self.is_closed, REPEAT_S)):
                 return
 

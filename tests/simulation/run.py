@@ -17,7 +17,8 @@ from tests.simulation.network import Network
 from tests.simulation.oracle import LivenessViolation, Oracle
 from tests.simulation.preemption import SignalOptions, Signals
 from tests.simulation.readers import ReaderOptions, Readers
-from tests.simulation.workload import ROOT, Attempt, Launcher, Work
+from tests.simulation.trainer import ROOT
+from tests.simulation.workload import Attempt, Launcher, Work
 from tests.simulation.world import SECOND_NS, World
 
 LARGE_NODES: Final = 64

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from milepost.errors import MilepostError
 from milepost.format.manifest import Manifest as RealManifest
 from milepost.format.manifest import encode
+from milepost.ledger import Decision, ForgetWords, Ledger, _Taken
 from milepost.storage.claims import EXPIRY_S, being_read, reading
 from milepost.storage.root import Root
-from milepost.wire.messages import Keep, PreemptionDecided, SaveRef
+from milepost.wire.messages import Concluded, Keep, PreemptionDecided, SaveRef
 from milepostd.core.coordination import Coordination
 from milepostd.core.participation import Participation
 from milepostd.core.phases import COORDINATOR, PARTICIPANT, Phase, Trigger
@@ -40,7 +41,7 @@ from tests.simulation.explore import Faults, Walk, begin_staged
 from tests.simulation.machine import Daemon
 from tests.simulation.oracle import LivenessViolation, SafetyViolation
 from tests.simulation.run import Options, Result, Run, draw_options
-from tests.simulation.workload import Trainer
+from tests.simulation.session import Session
 
 SEEDS = 75
 
@@ -197,6 +198,10 @@ def decide_early(preemption: Preemption, at_read: int) -> PreemptionDecided:
     return PreemptionDecided(job=job.job, attempt=job.attempt, at_read=at_read - 1)
 
 
+def keep_what_lies_beyond(ledger: Ledger[Any], step: int, name: str) -> None:
+    ledger._taken[name] = _Taken(step, "the checkpoint this attempt resumed from")
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "wrong", "sentence", "first"),
     [
@@ -210,7 +215,8 @@ def decide_early(preemption: Preemption, at_read: int) -> PreemptionDecided:
         (disk, "EXPIRY_S", 1e9, "retention by .* has left", 0),
         (branches, "_begin_branch", lambda trainer, number: None, "latest is .* abandoned", 0),
         (Twin, "_is_newer", lambda root, old_id, save: False, "takes its place", 160),
-        (Trainer, "_has_place", lambda trainer, place: trainer.joined is not None,
+        (Ledger, "resume", keep_what_lies_beyond, "is refused step_", 0),
+        (Session, "_has_place", lambda session, place: session.joined is not None,
          "ends by Cause.*protocol", 0),
     ],
 )  # fmt: skip
@@ -236,6 +242,20 @@ def test_a_daemon_that_loses_its_timers_is_found_by_its_handles(
     monkeypatch.setattr(Daemon, "_timer_over", lambda daemon, timer, at_ns: None)
     with pytest.raises(LivenessViolation):
         run_all(60, 2)
+
+
+@pytest.mark.slow
+def test_a_slot_of_which_a_restarted_daemon_is_told_nothing_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    concluded = Ledger._concluded
+
+    def forget(ledger: Ledger[Any], message: Concluded) -> Sequence[Decision[Any]]:
+        return [ForgetWords(message.save_id), *concluded(ledger, message)]
+
+    monkeypatch.setattr(Ledger, "_concluded", forget)
+    with pytest.raises(LivenessViolation, match=r"never gets the slot of .* back"):
+        run_all(300, 0)
 
 
 def test_a_removal_of_whatever_has_the_name_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,44 @@ def test_a_slot_that_is_still_read_comes_back_by_a_word_of_its_own() -> None:
     )
     assert FreeSlot(ref.save_id) not in decisions
     assert [("handle 10", "failed")] == ends(decisions)
-    assert [FreeSlot(ref.save_id)] == ledger.heard(SlotFreed(save_id=ref.save_id))
+    freed = {FreeSlot(ref.save_id), ForgetWords(ref.save_id)}
+    assert freed == set(ledger.heard(SlotFreed(save_id=ref.save_id)))
+
+
+def test_a_restarted_daemon_is_told_of_a_slot_that_the_one_before_has_not_given_back() -> None:
+    """Simulation found it: killed while it read the image of a failed save, a daemon left the rank
+    with one slot fewer, since nobody spoke of that save any more.
+    """
+    ledger = made()
+    ref = opened(ledger, 10)
+    ledger.stage(ref.save_id)
+    still_read = Concluded(save_id=ref.save_id, outcome=Ending.FAILED, cause=SHORT, slot_free=False)
+    assert ForgetWords(ref.save_id) not in ledger.heard(still_read)
+    # What was said is said again to the next daemon, whose answer frees the slot.
+    again = Concluded(save_id=ref.save_id, outcome=Ending.FAILED, cause=SHORT)
+    assert [ForgetWords(ref.save_id), FreeSlot(ref.save_id)] == ledger.heard(again)
+    assert [] == ledger.gone(LOST)
+
+
+def test_slots_that_a_daemon_never_gave_back_are_free_once_it_is_gone_for_good() -> None:
+    ledger = made()
+    ref = opened(ledger, 10)
+    ledger.stage(ref.save_id)
+    ledger.heard(
+        Concluded(save_id=ref.save_id, outcome=Ending.FAILED, cause=SHORT, slot_free=False)
+    )
+    assert [FreeSlot(ref.save_id)] == ledger.gone(LOST)
+
+
+def test_a_new_attempt_says_nothing_of_slots_of_the_one_before() -> None:
+    ledger = made()
+    ref = opened(ledger, 10)
+    ledger.stage(ref.save_id)
+    ledger.heard(
+        Concluded(save_id=ref.save_id, outcome=Ending.FAILED, cause=SHORT, slot_free=False)
+    )
+    assert [ForgetWords(ref.save_id)] == ledger.begin("job", 4)
+    assert [] == ledger.gone(LOST)
 
 
 @pytest.mark.parametrize("outcome", [Ending.FAILED, Ending.SKIPPED])
@@ -255,11 +292,22 @@ def test_a_new_attempt_may_save_again_what_an_earlier_one_has_saved() -> None:
     ledger.heard(Concluded(save_id=ref.save_id, outcome=Ending.COMMITTED, path="/r/step_10"))
     ledger.keep_plan("s", KnownPlan("layout", (0,)))
     ledger.begin("job", 4)
-    ledger.resume("step_5")
+    ledger.resume(5, "step_5")
     assert None is ledger.taken_by("step_10")
     assert "the checkpoint this attempt resumed from" == ledger.taken_by("step_5")
     assert -1 == ledger.last_step
     assert KnownPlan("layout", (0,)) == ledger.plan_of("s")
+
+
+def test_going_back_further_than_before_frees_what_then_lies_beyond() -> None:
+    """Simulation found it: `load(90)`, then `load(80)`, and step 90 could not be saved again."""
+    ledger = made()
+    ledger.resume(90, "step_90")
+    ledger.resume(80, "step_80")
+    assert None is ledger.taken_by("step_90")
+    ledger.resume(85, "best")
+    assert "the checkpoint this attempt resumed from" == ledger.taken_by("step_80")
+    assert "the checkpoint this attempt resumed from" == ledger.taken_by("best")
 
 
 def test_a_message_of_no_save_changes_nothing() -> None:

@@ -1,6 +1,6 @@
 """One rank's session with its node's daemon, across the daemon's restarts.
 
-Owns hello, the rank's place in the job, and the last message about each save that has not ended: a
+Owns hello, the rank's place in the job, and the last message about each save that is not settled: a
 daemon that comes back gets all of them again, in order, so that a save which was staged before the
 daemon died is written as if nothing had happened. An embedded daemon is started again from here;
 any other daemon is restarted by its supervisor. Knows nothing of states or layouts.
@@ -98,7 +98,9 @@ class Session:
         self._is_restoring = False
         self._refusal: Cause | None = None
         self._said: dict[str, SaveWord] = {}
-        """The last message about each save that has not ended; it implies those before it."""
+        """The last message about each save that has not ended, or whose slot the daemon still
+        reads; it implies those before it.
+        """
 
     def open(self) -> Welcome:
         """Start a daemon if it is an embedded one, and say hello.
@@ -214,7 +216,7 @@ class Session:
                 self._connection.send(message)
 
     def settle(self, save_id: str) -> None:
-        """Forget the message about a save: the daemon has said how the save ended."""
+        """Forget the message about a save that has ended and of which the daemon reads nothing."""
         with self._changed:
             self._said.pop(save_id, None)
 

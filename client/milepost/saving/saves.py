@@ -75,8 +75,8 @@ class Saves:
     def begin(self, job: str, attempt: int, slots: Slots) -> None:
         """Go on as this attempt, with slots of its own. Nothing is under way."""
         with self.changed:
-            self._ledger.begin(job, attempt)
             self._slots = slots
+        self._decide(lambda ledger: ledger.begin(job, attempt))
 
     # --- what a call does
 
@@ -140,10 +140,10 @@ class Saves:
         with self.changed:
             self._ledger.keep_plan(structure, plan)
 
-    def resume(self, name: str) -> None:
+    def resume(self, step: int, name: str) -> None:
         """Note that this attempt goes on from a checkpoint."""
         with self.changed:
-            self._ledger.resume(name)
+            self._ledger.resume(step, name)
 
     # --- what is asked
 

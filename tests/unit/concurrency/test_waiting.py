@@ -13,7 +13,7 @@ from milepost.concurrency import waiting
 from milepost.concurrency.waiting import make_condition, wait_telling
 from milepost.errors import UsageError
 from milepost.handle import Save
-from milepost.wire.messages import Cause
+from milepost.wire.messages import Cause, Ending
 
 
 def test_who_waits_long_says_for_what_until_it_has_come(
@@ -49,7 +49,7 @@ def test_what_is_no_time_to_wait_is_refused_by_name(timeout_s: Any) -> None:
             wait(timeout_s)
     with pytest.raises(UsageError, match="must be callable, got 3"):
         save.add_done_callback(3)  # type: ignore[arg-type]
-    save.fail("failed", Cause("aborted", "the test is over"))
+    save.fail(Ending.FAILED, Cause("aborted", "the test is over"))
 
 
 def test_a_signal_handler_that_raises_leaves_no_condition_taken() -> None:
