@@ -74,10 +74,11 @@ from milepostd.journal import Journal
 from milepostd.ops import systemd
 from milepostd.ops.config import Settings
 from milepostd.ops.faults import FaultPoints, parse_faults
-from milepostd.ops.http import bind_as_set, make_app, serve, url_of
+from milepostd.ops.http import make_app
 from milepostd.ops.logs import emit
 from milepostd.ops.metrics import Counters, make_exposition
 from milepostd.ops.placement import DaemonPlacement
+from milepostd.ops.server import bind_as_set, serve_http, url_of
 from milepostd.planner.process import Planner
 from milepostd.sessions import TrainerSessions
 from milepostd.transport import Transport
@@ -316,7 +317,7 @@ class Runtime:
             metrics=make_exposition(self.status, self.counters),
             token=self.settings.http_token,
         )
-        await serve(app, listener)
+        await serve_http(app, listener)
 
     # --- what others ask
 

@@ -17,10 +17,11 @@ import msgspec
 import pytest
 
 from milepost.errors import UsageError
-from milepostd.ops import http
+from milepostd.ops import http, server
 from milepostd.ops.config import load_settings
-from milepostd.ops.http import bind, bind_as_set, make_app, serve, url_of
+from milepostd.ops.http import make_app
 from milepostd.ops.metrics import Counters, make_exposition
+from milepostd.ops.server import bind, bind_as_set, serve_http, url_of
 from milepostd.ops.systemd import ServiceManager
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ async def serving(daemon: Daemon, token: str = "") -> AsyncIterator[httpx.AsyncC
         token,
     )
     url = url_of(listener)
-    server = asyncio.create_task(serve(app, listener))
+    server = asyncio.create_task(serve_http(app, listener))
     try:
         async with httpx.AsyncClient(base_url=url, timeout=10) as client:
             yield client
@@ -185,7 +186,7 @@ def test_events_send_the_status_at_once_and_again_when_it_changes(
 
 def test_an_open_stream_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     # The server would wait longer for it than `serving` does for the server.
-    monkeypatch.setattr(http, "GRACE_S", 60)
+    monkeypatch.setattr(server, "GRACE_S", 60)
 
     async def main() -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -308,7 +309,8 @@ def test_outside_a_unit_systemd_is_told_nothing() -> None:
 
 def test_nothing_of_the_daemon_imports_torch() -> None:
     code = (
-        "import sys, milepostd.cli, milepostd.ops.http, milepostd.ops.logs, milepostd.ops.systemd\n"
+        "import sys, milepostd.cli, milepostd.ops.server, milepostd.ops.http, milepostd.ops.logs\n"
+        "import milepostd.ops.systemd\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert 0 == subprocess.run([sys.executable, "-c", code], check=False).returncode

@@ -1,21 +1,15 @@
-"""The settings of a daemon: one table, where each stands once with its default, unit, bounds and
-reason.
+"""The settings of a daemon: one table that gives each setting's default, unit, bounds and reason.
 
-`load_settings` merges a TOML file, the environment and the command line, in this order, later ones
-winning, and reports everything that is wrong at once. `docs/config.md` and
-`deploy/config/milepostd.toml` are written from the table (`python -m milepostd.ops.config --docs`
-and `--toml`); a test compares. Opens no socket and makes no directory.
+`load_settings` merges a TOML file, the environment and the command line. Later sources win, and
+everything that is wrong is reported at once. `docs/config.md` and `deploy/config/milepostd.toml`
+are made from the table (`docs/generate/config_pages.py`). Opens no socket and makes no directory.
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
-import inspect
-import ipaddress
 import os
 import re
-import sys
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args, get_type_hints
@@ -24,6 +18,7 @@ import msgspec
 
 from milepost.errors import UsageError
 from milepost.link.run_dir import SOCKET_NAME, SOCKET_PATH_BYTES_MAX, default_run_dir, socket_path
+from milepostd.ops.addresses import TCP_ADDRESS, check_http, is_wildcard, port_fault
 from milepostd.ops.faults import parse_faults
 from milepostd.ops.placement import parse_cores
 
@@ -38,10 +33,6 @@ HTTP_ADDRESS: Final = "127.0.0.1:9470"
 _SERVICE_LINK: Final = re.compile(r"MILEPOSTD_(SERVICE_|PORT(_|$))")
 """Kubernetes puts these into every container when a Service is called `milepostd`; they are not
 ours."""
-
-_TCP_ADDRESS: Final = r"^(tcp://([^\[\]:/\s]+|\[[0-9A-Fa-f:.%]+\]):[0-9]{1,5})?$"
-_PORT_DIGITS: Final = 9
-_PORT_MAX: Final = 65535
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,12 +49,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     with `root-refused`. In the environment separated by `:`, as a flag given several times. At
     least one, unless the daemon is embedded, where the trainer that started it names any."""
 
-    peer: Annotated[str, msgspec.Meta(pattern=_TCP_ADDRESS)] = "tcp://127.0.0.1:0"
+    peer: Annotated[str, msgspec.Meta(pattern=TCP_ADDRESS)] = "tcp://127.0.0.1:0"
     """Where the daemon listens for the daemons of other nodes. Port 0 takes a free port and tells
     it to the trainers, so nothing has to be agreed upon. Loopback by default, because a daemon that
     other hosts can reach should be a decision."""
 
-    advertise: Annotated[str, msgspec.Meta(pattern=_TCP_ADDRESS)] = ""
+    advertise: Annotated[str, msgspec.Meta(pattern=TCP_ADDRESS)] = ""
     """What other daemons are told to connect to; empty: the same as `peer`. Needed where `peer` is
     a wildcard such as `tcp://0.0.0.0:9471`, or behind address translation. Port 0 here stands for
     the port that `peer` got."""
@@ -208,9 +199,11 @@ def load_settings(
         if is_text and name == "roots":
             raw = [part for part in raw.split(os.pathsep) if part]
         try:
-            values[name] = msgspec.convert(raw, types[name], strict=not is_text, dec_hook=_decode)
+            values[name] = msgspec.convert(
+                raw, types[name], strict=not is_text, dec_hook=_decode_path
+            )
         except msgspec.ValidationError as error:
-            faults.append(f"{source}: {name}: {_explain(error, raw, name)}")
+            faults.append(f"{source}: {name}: {_type_fault(error, raw, name)}")
         else:
             sources[name] = source
 
@@ -247,7 +240,7 @@ def _read_file(file: Path | None, faults: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _decode(kind: Any, value: Any) -> Any:
+def _decode_path(kind: Any, value: Any) -> Any:
     if kind is Path:
         if not isinstance(value, str | Path):
             raise ValueError(f"expected a path, got {type(value).__name__}")
@@ -255,7 +248,7 @@ def _decode(kind: Any, value: Any) -> Any:
     raise NotImplementedError(kind)
 
 
-def _explain(error: msgspec.ValidationError, raw: Any, name: str) -> str:
+def _type_fault(error: msgspec.ValidationError, raw: Any, name: str) -> str:
     """Say what was expected and what came; a secret is not repeated."""
     shown = "" if name == "http_token" else f", got {raw!r}"
     text = str(error)
@@ -286,13 +279,13 @@ def _contradictions(settings: Settings, sources: Mapping[str, str]) -> list[str]
             f"{SOCKET_PATH_BYTES_MAX}",
         )
     for name, address in (("peer", settings.peer), ("advertise", settings.advertise)):
-        if address and int(address.rpartition(":")[2]) > _PORT_MAX:
-            fault(name, f"{address}: a port is at most {_PORT_MAX}")
+        if text := port_fault(address):
+            fault(name, text)
     if not settings.peer:
         fault("peer", "expected tcp://host:port, got ''")
-    if _is_wildcard(settings.peer) and not settings.advertise:
+    if is_wildcard(settings.peer) and not settings.advertise:
         fault("peer", f"{settings.peer} is no address others can connect to; set advertise too")
-    if _is_wildcard(settings.advertise):
+    if is_wildcard(settings.advertise):
         fault("advertise", f"{settings.advertise} is no address others can connect to")
     if settings.http_address:
         try:
@@ -313,170 +306,3 @@ def _contradictions(settings: Settings, sources: Mapping[str, str]) -> list[str]
     except UsageError as error:
         fault("faults", error.message)
     return faults
-
-
-def _is_wildcard(address: str) -> bool:
-    host = address.removeprefix("tcp://").rpartition(":")[0]
-    return host in ("*", "0.0.0.0", "[::]")
-
-
-def parse_http_address(address: str) -> tuple[str, int]:
-    """Split `host:port`; an IPv6 host stands in brackets, an empty host is 127.0.0.1. Raises
-    UsageError.
-    """
-    host, colon, port = address.rpartition(":")
-    host = host or "127.0.0.1"
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        colon = ""
-    if port.isascii() and port.isdigit() and len(port) < _PORT_DIGITS and int(port) > _PORT_MAX:
-        raise UsageError("usage", f"{address}: a port is at most {_PORT_MAX}")
-    if not colon or not port.isascii() or not port.isdigit() or len(port) >= _PORT_DIGITS:
-        raise UsageError("usage", f"expected host:port for http, got {address!r}")
-    return host, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether only this machine can reach the host."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def check_http(address: str, token: str) -> tuple[str, int]:
-    """Return host and port if HTTP may be served there. Raises UsageError saying why not."""
-    host, port = parse_http_address(address)
-    if not token and not is_loopback(host):
-        raise UsageError(
-            "usage",
-            f"{address} can be reached from other machines and no http_token is set; "
-            "status names paths, hosts and jobs",
-            "set MILEPOSTD_HTTP_TOKEN, or listen on 127.0.0.1 behind a proxy that does TLS",
-        )
-    return host, port
-
-
-# --- the table as documents ---------------------------------------------------------------------
-
-
-class SettingDoc(msgspec.Struct, frozen=True):
-    """One row of the table, for people."""
-
-    name: str
-    text: str
-    default: str
-    """As in TOML."""
-    values: str
-    """Type and bounds."""
-
-
-def setting_docs() -> list[SettingDoc]:
-    """Read the table above: names, defaults and bounds from the types, texts from the
-    docstrings.
-    """
-    body = ast.parse(inspect.getsource(Settings)).body[0]
-    assert isinstance(body, ast.ClassDef)
-    texts: dict[str, str] = {}
-    for field, docstring in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            assert isinstance(docstring, ast.Expr), field.target.id
-            assert isinstance(docstring.value, ast.Constant), field.target.id
-            texts[field.target.id] = " ".join(str(docstring.value.value).split())
-    hints = get_type_hints(Settings, include_extras=True)
-    defaults = {field.name: field.default for field in msgspec.structs.fields(Settings)}
-    return [
-        SettingDoc(name, texts[name], _toml(defaults[name]), _values(hint))
-        for name, hint in hints.items()
-    ]
-
-
-def _toml(value: Any) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case tuple():
-            return "[]"
-        case int() | float():
-            return f"{value:g}"
-        case _:
-            return f'"{value}"' if value not in (None, Path()) else '""'
-
-
-def _values(hint: Any) -> str:
-    if isinstance(hint, type):
-        names = {str: "text", bool: "true or false", Path: "a path"}
-        return names[hint]
-    meta = next((part for part in get_args(hint) if isinstance(part, msgspec.Meta)), None)
-    if meta is not None and meta.ge is not None:
-        kind = "a whole number" if get_args(hint)[0] is int else "a number"
-        return f"{kind}, {meta.ge} to {meta.le}"
-    if meta is not None:
-        return "tcp://host:port"
-    if Path in get_args(hint):
-        return "a list of paths"
-    return ", ".join(f"`{value}`" for value in get_args(hint))
-
-
-def config_page() -> str:
-    """Return `docs/config.md`."""
-    lines = [
-        "# Settings of milepostd",
-        "",
-        "Generated from `daemon/milepostd/ops/config.py` by "
-        "`python -m milepostd.ops.config --docs`.",
-        "",
-        "A setting may stand in a TOML file (`--config F`), in the environment and on the command",
-        "line: file < environment < flag. An unknown name or wrong value ends the start with exit",
-        "code 2 and a list of everything that is wrong. The settings in force are logged at start.",
-        "",
-    ]
-    for row in setting_docs():
-        flag = f", flag `{FLAGS[row.name]}`" if row.name in FLAGS else ", no flag"
-        lines += [
-            f"## {row.name}",
-            "",
-            f"`{PREFIX}{row.name.upper()}`{flag}. Takes {row.values}. Default: `{row.default}`.",
-            "",
-            row.text,
-            "",
-        ]
-    return "\n".join(lines)
-
-
-def config_file() -> str:
-    """Return `deploy/config/milepostd.toml`: every setting with its text, defaults commented
-    out.
-    """
-    lines = [
-        "# Settings of milepostd; generated by `python -m milepostd.ops.config --toml`.",
-        "# Commented out: the defaults. The environment (MILEPOSTD_<SETTING>) and flags win.",
-        "",
-    ]
-    for row in setting_docs():
-        if row.name in ("faults", "allow_faults"):
-            continue
-        lines += [f"# {line}" for line in _wrap(row.text, 96)]
-        lines.append(
-            'roots = ["/checkpoints"]' if row.name == "roots" else f"# {row.name} = {row.default}"
-        )
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _wrap(text: str, width: int) -> list[str]:
-    lines = [""]
-    for word in text.split():
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
-            lines.append(word)
-        else:
-            lines[-1] = f"{lines[-1]} {word}".strip()
-    return lines
-
-
-if __name__ == "__main__":
-    pages = {"--docs": config_page, "--toml": config_file}
-    if len(sys.argv) != 2 or sys.argv[1] not in pages:
-        raise SystemExit("usage: python -m milepostd.ops.config --docs | --toml")
-    sys.stdout.write(pages[sys.argv[1]]())

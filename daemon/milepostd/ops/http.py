@@ -1,9 +1,9 @@
 """The daemon's HTTP side: status for people and programs, metrics, probes. Read only.
 
-Owns routes, the page, who may read, and the server's life inside the daemon's loop. It knows the
-status only as a dictionary and never touches the core. Anybody who can connect to a loopback
-address may read; other addresses need a token. Sources: HTML Living Standard, "Server-sent events";
-Kubernetes, "Configure Liveness, Readiness and Startup Probes".
+Owns the routes, the page, and who may read. It knows the status only as a dictionary and never
+touches the core. Anybody who can connect to a loopback address may read; other addresses need a
+token. Sources: HTML Living Standard, "Server-sent events"; Kubernetes, "Configure Liveness,
+Readiness and Startup Probes".
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import errno
 import hashlib
 import hmac
 import json
 import re
-import socket
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders, QueryParams
 from starlette.middleware import Middleware
@@ -36,37 +33,27 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 
-from milepost.errors import UsageError
-from milepostd.ops.config import HTTP_ADDRESS, check_http, is_loopback
-from milepostd.ops.logs import emit
+from milepostd.ops.addresses import is_loopback
 from milepostd.ops.metrics import CONTENT_TYPE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from milepostd.ops.config import Settings
-
 LOOK_S: Final = 0.5
-"""How often a listener's stream looks for a change: faster than anybody reads."""
+"""How often an event stream looks for a change: faster than anybody reads."""
 
 HEARTBEAT_S: Final = 5.0
-"""A stream is never silent for longer, so that proxies keep it and the page sees a dead daemon."""
+"""Longest silence of a stream, so that proxies keep it and the page notices a dead daemon."""
 
 LISTENERS_MAX: Final = 32
-"""Streams open at the same time: dashboards and people, each costing two looks a second."""
-
-CONNECTIONS_MAX: Final = 128
-"""Connections of all kinds; beyond it the answer is 503. Keeps a runaway scraper from the fds."""
-
-GRACE_S: Final = 2
-"""How long answers under way may take when the daemon ends."""
+"""Event streams open at the same time. Each costs two looks at the status per second."""
 
 _COOKIE: Final = "milepostd_token"
 _OPEN_PATHS: Final = ("/healthz", "/readyz")
 _CLOCKS: Final = frozenset({"age_s", "last_heard_s", "uptime_s"})
-"""Fields that change without anything having happened."""
+"""Fields that change although nothing has happened."""
 
 
 def make_app(
@@ -75,14 +62,14 @@ def make_app(
     metrics: Callable[[], bytes],
     token: str,
 ) -> Starlette:
-    """Return the application. All three functions are called in the loop and have to be quick.
+    """Return the application. It calls the three functions on the loop, so they must be quick.
 
     Args:
-        status: the status of version 1; its `accepting` decides `/readyz`.
-        healthy: whether the loop turns as it should.
-        metrics: Prometheus text.
-        token: what requests have to bring; empty: nothing, and then only names of this host are
-            taken as `Host`, so that no web page can read the status through a name of its own.
+        status: returns the status of version 1; its `accepting` decides `/readyz`.
+        healthy: returns whether the loop turns as it should.
+        metrics: returns Prometheus text.
+        token: what requests must carry. If empty, they need none, but `Host` must be a name of this
+            host; else a web page could read the status through a DNS name of its own.
     """
     page = (files("milepostd.ops") / "page.html").read_text(encoding="utf-8")
     stopping = asyncio.Event()
@@ -161,7 +148,7 @@ def _without_clocks(status: Any) -> Any:
 
 
 def _policy(page: str) -> str:
-    """Allow exactly the script and the style that the page contains."""
+    """Return a content security policy that allows only the page's own script and style."""
 
     def digest(tag: str) -> str:
         found = re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -176,10 +163,10 @@ def _policy(page: str) -> str:
 
 
 class _Guard:
-    """Lets in who may read, and marks every answer as private to its reader.
+    """Refuses requests without the token, and marks every answer as private to its reader.
 
-    A browser cannot send a header with its first request or its event stream: `/?token=` sets a
-    cookie and goes on to `/`, so that the token does not stay in the address bar.
+    A browser cannot send a header with its first request or its event stream. So `/?token=` sets a
+    cookie and redirects to `/`, which also takes the token out of the address bar.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -235,99 +222,3 @@ def _host_name(header: str) -> str | None:
         return urlsplit(f"//{header}").hostname
     except ValueError:
         return None
-
-
-def bind(address: str, token: str) -> socket.socket:
-    """Return a listening-ready socket for `host:port`; the caller owns it, `serve` closes it.
-
-    Port 0 takes a free port. Call it before anything else is started, so that a taken port ends the
-    start early.
-
-    Raises:
-        UsageError: no such address, or one beyond loopback without a token.
-        OSError: the port is taken or not allowed.
-    """
-    host, port = check_http(address, token)
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as error:
-        raise UsageError("usage", f"cannot resolve {host!r} for http: {error.strerror}") from error
-    family, kind, protocol, _, target = found[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(target)
-        listener.listen(CONNECTIONS_MAX)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def bind_as_set(settings: Settings) -> socket.socket | None:
-    """Return the socket that the settings ask for, or None where HTTP is off or the default is
-    taken.
-
-    Raises:
-        UsageError: the address was asked for and cannot be had.
-    """
-    if not settings.http_address:
-        return None
-    try:
-        return bind(settings.http_address, settings.http_token)
-    except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        if settings.is_http_required:
-            raise UsageError(
-                "usage",
-                f"cannot serve http on {settings.http_address}: {error.strerror}",
-                "another daemon or program has the port; choose another with --http, or none "
-                "with --http ''"
-                if taken
-                else "",
-            ) from error
-        hint = f"name another address with --http; {HTTP_ADDRESS} is only the default"
-        emit("warning", "http.refused", address=HTTP_ADDRESS, reason=error.strerror, hint=hint)
-        return None
-
-
-def url_of(listener: socket.socket) -> str:
-    """Return `http://host:port` of a bound socket, for status and log."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves the process's signals to the daemon."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-async def serve(app: Starlette, listener: socket.socket) -> None:
-    """Serve until cancelled; then end open streams, answer what is under way, close the socket."""
-    server = _Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            ws="none",
-            proxy_headers=False,
-            limit_concurrency=CONNECTIONS_MAX,
-            timeout_graceful_shutdown=GRACE_S,
-        )
-    )
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        await asyncio.shield(serving)
-    except asyncio.CancelledError:
-        app.state.stopping.set()
-        server.should_exit = True
-        await serving
-        raise
-    finally:
-        listener.close()

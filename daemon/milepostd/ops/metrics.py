@@ -1,14 +1,13 @@
-"""Every metric of the daemon, once: name, kind, unit, help, labels.
+"""The metrics of the daemon: one table of names, kinds, units, helps and labels.
 
-Gauges are read from the status at the time of the scrape, so they cannot disagree with it; counters
-and histograms are counted by the runtime in `Counters`. Labels come from closed sets only, never a
-step, a save, a job or a path. `docs/metrics.md` is written from the table
-(`python -m milepostd.ops.metrics`). Source: Prometheus, "Metric and label naming".
+Gauges are read from the status at each scrape, so they cannot disagree with it. The runtime counts
+counters and histograms in `Counters`. Labels come from closed sets only, never from a step, a save,
+a job or a path. `docs/metrics.md` is made from the table (`docs/generate/metrics_page.py`). Source:
+Prometheus, "Metric and label naming".
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from bisect import bisect_left
 from itertools import product
@@ -52,11 +51,11 @@ MESSAGES: Final = tuple(
 _FAST_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 """For the loop, which should turn within milliseconds."""
 _SLOW_S: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-"""For what a disk or a cohort takes; ends at the default deadline of a save."""
+"""For the time a disk or a cohort takes; the last one is the default deadline of a save."""
 
 
 class Spec(NamedTuple):
-    """One metric. labels: name to its closed set of values. buckets: upper bounds, seconds."""
+    """One metric. labels: the closed set of values of each. buckets: upper bounds in seconds."""
 
     name: str
     kind: Literal["gauge", "counter", "histogram"]
@@ -120,7 +119,7 @@ _BY_NAME: Final = {spec.name: spec for spec in SPECS}
 
 
 class Counters:
-    """What happened since the daemon started. Safe to use from any thread; costs a microsecond."""
+    """What has happened since the daemon started. Thread-safe; a call costs a microsecond."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -132,7 +131,7 @@ class Counters:
                 self._buckets[spec.name] = [0] * (len(spec.buckets) + 1)
             elif spec.kind == "counter" and spec.name != "milepostd_cpu_seconds_total":
                 first = next(iter(spec.labels.values()), ())
-                # Counters of few label values begin at 0, so that a rate sees their first step.
+                # Counters with few label values start at 0, so that `rate` sees the first increase.
                 for value in first if len(spec.labels) == 1 else ():
                     self._values[spec.name, (value,)] = 0.0
                 if not spec.labels:
@@ -179,7 +178,7 @@ class Counters:
         self._observe("milepostd_event_seconds", elapsed_s)
 
     def _add(self, name: str, amount: float, *labels: str) -> None:
-        # A value outside its closed set would let a peer grow our memory: it is counted as none.
+        # With a value outside its closed set a peer could grow our memory: count it as empty.
         allowed = _BY_NAME[name].labels.values()
         known = tuple(
             value if value in values else ""
@@ -219,7 +218,7 @@ class Counters:
 
 
 class StatusCollector(Collector):
-    """Turns a status and counters into metrics, at each scrape.
+    """Makes metrics of the status and the counters, at each scrape.
 
     Args:
         status: returns the status of version 1, as `GET /status` serves it.
@@ -253,7 +252,7 @@ class StatusCollector(Collector):
 
 
 def _readings(status: Mapping[str, Any]) -> dict[str, list[tuple[tuple[str, ...], float]]]:
-    """Return the gauges' samples, each (label values, value)."""
+    """Return the samples of each gauge, as (label values, value)."""
     node, saves, peers = status["node"], status["saves"], status["peers"]
     sessions, jobs = status["sessions"], status["jobs"]
     in_flight = dict.fromkeys(product(ROLES, PHASES), 0)
@@ -300,33 +299,3 @@ def make_exposition(
         return generate_latest(registry)
 
     return exposition
-
-
-def metrics_page() -> str:
-    """Return `docs/metrics.md`."""
-    lines = [
-        "# Metrics of milepostd",
-        "",
-        "Generated from `daemon/milepostd/ops/metrics.py` by `python -m milepostd.ops.metrics`.",
-        "",
-        "`GET /metrics` serves them as Prometheus text. Units are base units and end the name;",
-        "labels come from closed sets, so the number of series does not grow with steps, saves or",
-        "jobs. `deploy/prometheus/alerts.yaml` has the alerts worth waking somebody for.",
-        "",
-        "| name | kind | unit | labels | what it says |",
-        "|---|---|---|---|---|",
-    ]
-    for spec in SPECS:
-        labels = ", ".join(f"`{label}`" for label in spec.labels)
-        lines.append(f"| `{spec.name}` | {spec.kind} | {spec.unit} | {labels} | {spec.help} |")
-    lines += ["", "Values of the labels:", ""]
-    closed = {label: values for spec in SPECS for label, values in spec.labels.items() if values}
-    for label, values in closed.items():
-        meaning = "see docs/errors.md" if label == "code" else ", ".join(f"`{v}`" for v in values)
-        lines.append(f"* `{label}`: {meaning}")
-    lines.append("* `version`: the package's version")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(metrics_page())

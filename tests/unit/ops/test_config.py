@@ -7,16 +7,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from docs.generate.config_pages import config_file, config_page, setting_docs
 
 from milepost.errors import UsageError
 from milepostd.ops.config import (
     FLAGS,
     Settings,
-    config_file,
-    config_page,
     load_settings,
-    parse_http_address,
-    setting_docs,
 )
 
 REPOSITORY = Path(__file__).parents[3]
@@ -184,19 +181,6 @@ def test_the_default_http_port_is_tried_but_not_required() -> None:
     assert (settings.http_address, settings.is_http_required) == ("127.0.0.1:9470", False)
 
 
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        ("127.0.0.1:80", ("127.0.0.1", 80)),
-        ("[::1]:80", ("::1", 80)),
-        (":80", ("127.0.0.1", 80)),
-        ("localhost:0", ("localhost", 0)),
-    ],
-)
-def test_http_addresses_are_split(address: str, expected: tuple[str, int]) -> None:
-    assert parse_http_address(address) == expected
-
-
 def test_every_setting_has_a_text_and_all_but_secrets_and_faults_a_flag() -> None:
     docs = {row.name: row for row in setting_docs()}
     assert set(docs) == {field.name for field in msgspec.structs.fields(Settings)}
@@ -205,7 +189,7 @@ def test_every_setting_has_a_text_and_all_but_secrets_and_faults_a_flag() -> Non
 
 
 def test_the_pages_are_what_the_table_says() -> None:
-    hint = "rewrite it: python -m milepostd.ops.config --docs or --toml"
+    hint = "rewrite it: python -m docs.generate.config_pages --docs or --toml"
     assert config_page() == (REPOSITORY / "docs/config.md").read_text(), hint
     assert config_file() == (REPOSITORY / "deploy/config/milepostd.toml").read_text(), hint
 
