@@ -19,6 +19,7 @@ from milepost.format.manifest import FRAGMENT_PREFIX, METADATA_NAME, read_manife
 from milepost.storage.aside import put_aside, read_intent, remove, restore, undo_replacement
 from milepost.storage.catalog import is_published
 from milepost.storage.durable import TEMP_PREFIX, sync_directory, unlink
+from milepost.storage.fate import Fate
 from milepost.storage.names import RootPaths
 from milepost.storage.refusals import reported
 from milepost.wire.messages import SaveRef
@@ -109,10 +110,10 @@ def _confirm(root: RootPaths, save: SaveRef) -> Path:
     source = root.save_dir(save)
     if source.exists():
         raise SaveFailed("internal", f"save {save.save_id}: {source} has no {METADATA_NAME}")
-    where = _where(root, save)
-    if where == "committed":
+    fate = _fate(root, save)
+    if fate is Fate.COMMITTED:
         return root.top / save.name
-    if where == "aborted":
+    if fate is Fate.ABORTED:
         raise given_up(save)
     raise SaveFailed(
         "outcome-unknown",
@@ -129,14 +130,14 @@ def given_up(save: SaveRef) -> SaveFailed:
 # --- giving up ------------------------------------------------------------------------------------
 
 
-def give_up(root: RootPaths, save: SaveRef) -> str:
+def give_up(root: RootPaths, save: SaveRef) -> Fate:
     """See `Root.give_up`."""
     source, aborted = root.save_dir(save), root.aborted_dir(save)
     with reported("give up", source):
         try:
             os.rename(source, aborted)
         except FileNotFoundError:
-            return _where(root, save)
+            return _fate(root, save)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
@@ -145,35 +146,35 @@ def give_up(root: RootPaths, save: SaveRef) -> str:
         if is_published(root, save):
             # A late node had made the directory again after the publication.
             remove(root, aborted)
-        return _where(root, save)
+        return _fate(root, save)
 
 
-def forestall(root: RootPaths, save: SaveRef) -> str:
+def forestall(root: RootPaths, save: SaveRef) -> Fate:
     """See `Root.forestall`."""
     found = give_up(root, save)
-    if found != "unknown":
+    if found is not Fate.UNKNOWN:
         return found
     aborted = root.aborted_dir(save)
     with reported("give up", aborted):
         try:
             aborted.mkdir(exist_ok=True)
         except FileNotFoundError:
-            return "aborted"  # The root itself is gone, and with it every way to publish.
+            return Fate.ABORTED  # The root itself is gone, and with it every way to publish.
     # A node may have made the save's directory before it could see ours: rename once more.
     return give_up(root, save)
 
 
-def _where(root: RootPaths, save: SaveRef) -> str:
-    """Say where a save went whose directory is gone; durable when this returns."""
+def _fate(root: RootPaths, save: SaveRef) -> Fate:
+    """Return what became of a save whose directory is gone; durable when this returns."""
     if is_published(root, save):
         sync_directory(root.top)
         sync_directory(root.partial)
-        return "committed"
+        return Fate.COMMITTED
     if root.aborted_dir(save).exists():
         sync_directory(root.partial)
         undo_replacement(root, save)
-        return "aborted"
-    return "unknown"
+        return Fate.ABORTED
+    return Fate.UNKNOWN
 
 
 def is_unpublished(root: RootPaths, save: SaveRef, *, was_begun: bool) -> bool:

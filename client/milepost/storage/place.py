@@ -44,6 +44,7 @@ from milepost.storage.durable import (
     replace_file,
     sync_directory,
 )
+from milepost.storage.fate import Fate
 from milepost.storage.names import ABORTED, check_save_id
 from milepost.storage.outcomes import given_up, remove_leftovers
 from milepost.storage.refusals import reported
@@ -187,14 +188,14 @@ class Place:
             self._move_up(publishing)
         return self.path
 
-    def give_up(self, save: SaveRef) -> str:
+    def give_up(self, save: SaveRef) -> Fate:
         """End the save unless it was published, and return how it ended, as `Root.give_up` does."""
         source, aborted = self.save_dir(save), self._aborted(save)
         with reported("give up", source):
             try:
                 os.rename(source, aborted)
             except _NOT_THERE:
-                return self._where(save)
+                return self._fate(save)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
@@ -203,18 +204,18 @@ class Place:
             if self._publishing(save).exists() or self._is_published(save):
                 # A late node had made the directory again after the publication.
                 delete_tree(aborted)
-            return self._where(save)
+            return self._fate(save)
 
-    def forestall(self, save: SaveRef) -> str:
+    def forestall(self, save: SaveRef) -> Fate:
         """Give the save up, even if no node has begun it; see `Root.forestall`."""
         found = self.give_up(save)
-        if found != "unknown":
+        if found is not Fate.UNKNOWN:
             return found
         with reported("give up", self.path):
             try:
                 self._aborted(save).mkdir(exist_ok=True)
             except _NOT_THERE:
-                return "aborted"  # The place is gone, and with it every way to publish.
+                return Fate.ABORTED  # The place is gone, and with it every way to publish.
         # A node may have made the save's directory before it could see ours: rename once more.
         return self.give_up(save)
 
@@ -323,27 +324,27 @@ class Place:
         """Whether the checkpoint that stands here is this save's. Raises OSError."""
         return _writer_of(self.path) == (save.job, save.save_id)
 
-    def _where(self, save: SaveRef) -> str:
-        """Say where a save went whose directory is gone; durable when this returns."""
+    def _fate(self, save: SaveRef) -> Fate:
+        """Return what became of a save whose directory is gone; durable when this returns."""
         if self._publishing(save).exists():
             self._move_up(self._publishing(save))
         if self._is_published(save):
             sync_directory(self.path)
-            return "committed"
+            return Fate.COMMITTED
         if self._aborted(save).exists():
             sync_directory(self.path)
-            return "aborted"
-        return "unknown"
+            return Fate.ABORTED
+        return Fate.UNKNOWN
 
     def _confirm(self, save: SaveRef) -> Path:
         """Return the checkpoint of a save whose rename found nothing. Raises as `publish` does."""
         source = self.save_dir(save)
         if source.exists():
             raise SaveFailed("internal", f"save {save.save_id}: {source} has no {METADATA_NAME}")
-        where = self._where(save)
-        if where == "committed":
+        fate = self._fate(save)
+        if fate is Fate.COMMITTED:
             return self.path
-        if where == "aborted":
+        if fate is Fate.ABORTED:
             raise given_up(save)
         raise SaveFailed(
             "outcome-unknown",

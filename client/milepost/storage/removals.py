@@ -10,6 +10,7 @@ from milepost.format.heading import order_of
 from milepost.storage.aside import remove, restore, restore_or_remove
 from milepost.storage.catalog import is_checkpoint, partials, save_id_in
 from milepost.storage.durable import delete_tree, sync_directory
+from milepost.storage.fate import Fate
 from milepost.storage.names import (
     REPLACED,
     RETIRED,
@@ -86,7 +87,7 @@ def clear_abandoned(root: RootPaths, save: SaveRef) -> list[str]:
             if now_s - max([path.stat().st_mtime, *touched_s]) < ABANDONED_S:
                 continue
             left = SaveRef(save.job, found.save_id, 0, found.name)
-            if give_up(root, left) == "aborted":
+            if give_up(root, left) is Fate.ABORTED:
                 discard(root, left)
                 cleared.append(path.name)
     return cleared

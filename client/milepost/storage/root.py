@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from milepost.storage.catalog import CheckpointEntry
+    from milepost.storage.fate import Fate
     from milepost.wire.messages import SaveRef
 
 
@@ -166,22 +167,17 @@ class Root:
         """
         return outcomes.publish(self._paths, save)
 
-    def give_up(self, save: SaveRef) -> str:
-        """End the save unless it was published, and return how it ended. Safe to repeat, on any
-        node.
-
-        Returns:
-            "aborted": it can no longer become a checkpoint. "committed": it is one, durably.
-            "unknown": it is in neither place as far as can be seen (attribute caching, or long
-            ago): look again.
+    def give_up(self, save: SaveRef) -> Fate:
+        """End the save unless it was published, and return what became of it. Safe to repeat, on
+        any node.
         """
         return outcomes.give_up(self._paths, save)
 
-    def forestall(self, save: SaveRef) -> str:
+    def forestall(self, save: SaveRef) -> Fate:
         """Give the save up, even if no node has begun it. Only for the one who publishes it.
 
         A late node finds the directory of the given-up save and does not begin. Returns as
-        `give_up` does; a save that was never begun is "aborted".
+        `give_up` does; a save that was never begun is aborted.
         """
         return outcomes.forestall(self._paths, save)
 

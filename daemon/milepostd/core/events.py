@@ -6,11 +6,11 @@ can be written down and read back.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TypeAlias
 
 import msgspec
 
+from milepost.storage.fate import Fate as Fate
 from milepost.wire.messages import (
     Cause,
     Join,
@@ -180,17 +180,6 @@ class PublishFailed(Event, frozen=True):
 
     save: SaveRef
     cause: Cause
-
-
-class Fate(StrEnum):
-    """What the shared directory shows of a save that was to be given up."""
-
-    ABORTED = "aborted"
-    """It can never be published."""
-    COMMITTED = "committed"
-    """It was published before."""
-    UNKNOWN = "unknown"
-    """Neither shows, or storage did not answer."""
 
 
 class OutcomeFound(Event, frozen=True):

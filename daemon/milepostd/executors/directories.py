@@ -69,7 +69,7 @@ class SaveDirectories:
         look = home.forestall if is_forestalled else home.give_up
         try:
             ask = partial(self._in_files, partial(look, save))
-            fate = Fate(await retried(ask, command.until_ns))
+            fate = await retried(ask, command.until_ns)
         except Exception as error:  # there is a second way to find out
             cause = cause_of(error, node=self._node)
             emit("error", "save.unresolved", job=save.job, save=save.save_id, step=save.step,
@@ -144,6 +144,6 @@ def _delete_left_over(home: Home, save: SaveRef) -> list[str]:
     """Delete what a save left, also what a late writer of this node made after its end. Return the
     names of what earlier attempts left and this call deleted.
     """
-    is_committed = home.give_up(save) == Fate.COMMITTED
+    is_committed = home.give_up(save) is Fate.COMMITTED
     home.discard(save)
     return home.clear_abandoned(save) if is_committed else []

@@ -42,6 +42,7 @@ CORE_MAY_IMPORT = {
     "enum",
     "itertools",
     "milepost.format.tiling",
+    "milepost.storage.fate",
     "milepost.wire.offers",
     "milepost.wire.messages",
     "msgspec",
@@ -140,7 +141,11 @@ def test_the_ledger_of_saves_is_pure() -> None:
 
 
 def test_what_the_core_imports_is_pure_too() -> None:
-    shared = [*(CLIENT / "wire").glob("*.py"), CLIENT / "format" / "tiling.py"]
+    shared = [
+        *(CLIENT / "wire").glob("*.py"),
+        CLIENT / "format" / "tiling.py",
+        CLIENT / "storage" / "fate.py",
+    ]
     impure = {"os", "io", "time", "random", "socket", "threading", "logging", "torch", "secrets"}
     assert [] == [
         (named(path), module)

@@ -1,0 +1,17 @@
+"""What became of a save that was to be given up, as the shared directory shows it. Pure."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Fate(StrEnum):
+    """What the shared directory shows of a save that was to be given up."""
+
+    ABORTED = "aborted"
+    """It can never be published."""
+    COMMITTED = "committed"
+    """It was published, durably."""
+    UNKNOWN = "unknown"
+    """It is in neither place as far as can be seen (attribute caching, or long ago), or storage did
+    not answer: look again."""
