@@ -369,6 +369,8 @@ def import_(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint's directory.")],
     prefix: Annotated[str, typer.Option(
         "--prefix", help="Put before every key: `model.` for the state {'model': ...}.")] = "",
+    tied: Annotated[list[str] | None, typer.Option(
+        "--tied", metavar="NAME=KEY", help="Another name for a tensor; may be repeated.")] = None,
     overwrite: Overwrite = False,
     allow_pickle: AllowPickle = False,
     as_json: AsJson = False,
@@ -385,6 +387,7 @@ def import_(
             file,
             out,
             prefix=prefix,
+            tied=tied or (),
             overwrite=overwrite,
             allow_pickle=allow_pickle,
             on_more=on_more,

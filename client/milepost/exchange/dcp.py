@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from isal import isal_zlib
 
-from milepost.dcp_format.container import serialise, template
+from milepost.dcp_format.container import ContainerTemplate, serialise, template
 from milepost.dcp_format.index import build_metadata, pickle_metadata
 from milepost.exchange.drafts import Draft
+from milepost.exchange.source import TensorForm
 from milepost.format.layout import PAGE_BYTES, SMALL_ALIGN_BYTES, align, place
 from milepost.format.manifest import (
     MANIFEST_NAME,
@@ -25,12 +26,13 @@ from milepost.format.manifest import (
     encode,
     pack_crcs,
 )
+from milepost.format.nesting import Nesting, pack_nesting
 from milepost.storage.durable import create_file
 from milepost.storage.refusals import reported
 from milepost.wire.offers import Kind, Offer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from _typeshed import ReadableBuffer
@@ -79,7 +81,7 @@ class _DataFile:
 class _Blob(NamedTuple):
     """Where a blob was put, and the checksum of its whole container."""
 
-    key: str
+    name: str
     offset: int
     length: int
     crc: int
@@ -88,70 +90,68 @@ class _Blob(NamedTuple):
 def write_checkpoint(
     folder: Path,
     source: Source,
-    names: Mapping[str, str],
+    keys: Mapping[str, str],
     paths: Mapping[str, tuple[str | int, ...]],
+    nesting: Nesting,
     final: Path,
     on_bytes: Callable[[int], None],
 ) -> int:
     """Write the files of a checkpoint into an empty directory and sync them; return their bytes.
 
     Args:
-        names: the key in the checkpoint of each of the source's keys.
-        paths: by key in the checkpoint, where it stands in the nested state.
+        keys: by each name in the checkpoint, in the order of the state, the source's key.
+        paths: by name, where it stands in the nested state.
+        nesting: what the paths do not tell.
         final: how the directory will be called: the index records it.
         on_bytes: told how many bytes more of the tensors were written.
 
     Raises: UsageError for what cannot be stored, StorageError, and what reading the source raises.
     """
-    tensors = [key for key in names if key in source.tensors]
-    objects = [key for key in names if key not in source.tensors]
-    templates = [template(source.tensors[k].size, source.tensors[k].dtype) for k in tensors]
-    placed = place([each.total_bytes for each in templates])
-    pickled = {key: serialise(key, source.value(key)) for key in objects}
-    end, places = placed.objects_at, {}
-    for key in objects:
-        at = align(end, SMALL_ALIGN_BYTES)
-        places[key] = (at, len(pickled[key]))
-        end = at + len(pickled[key])
+    pickled = {
+        name: serialise(name, source.value(key))
+        for name, key in keys.items()
+        if key not in source.tensors
+    }
+    tensors = {name: source.tensors[key] for name, key in keys.items() if name not in pickled}
+    placed = place([_template(form).total_bytes for form in tensors.values()])
+    offsets = dict(zip(tensors, placed.offsets, strict=True))
+    end = placed.objects_at
+    for name, data in pickled.items():
+        offsets[name] = align(end, SMALL_ALIGN_BYTES)
+        end = offsets[name] + len(data)
     file_bytes = align(end, PAGE_BYTES)
-    blobs = []
     with Draft(folder / DATA_NAME, file_bytes) as draft:
         file = _DataFile(draft)
-        for key, known, offset in zip(tensors, templates, placed.offsets, strict=True):
-            file.fill_to(offset)
-            file.write(known.prefix)
-            whole, crc = isal_zlib.crc32(known.prefix), 0
-            for block in source.blocks(key):
-                file.write(block)
-                whole, crc = isal_zlib.crc32(block, whole), isal_zlib.crc32(block, crc)
-                on_bytes(len(block))
-            suffix = bytearray(known.suffix)
-            for at in {known.crc_at, known.central_crc_at} if known.payload_bytes else ():
-                suffix_at = at - known.payload_at - known.payload_bytes
-                suffix[suffix_at : suffix_at + 4] = crc.to_bytes(4, "little")
-            file.write(suffix)
-            whole = isal_zlib.crc32(suffix, whole)
-            blobs.append(_Blob(names[key], offset, known.total_bytes, whole))
-        for key in objects:
-            offset, length = places[key]
-            file.fill_to(offset)
-            file.write(pickled[key])
-            blobs.append(_Blob(names[key], offset, length, isal_zlib.crc32(pickled[key])))
+        blobs = [
+            _write_tensor(file, name, offsets[name], form, source.blocks(keys[name]), on_bytes)
+            for name, form in tensors.items()
+        ]
+        for name, data in pickled.items():
+            file.fill_to(offsets[name])
+            file.write(data)
+            blobs.append(_Blob(name, offsets[name], len(data), isal_zlib.crc32(data)))
         file.fill_to(file_bytes)
-    offer = _offer(source, tensors, objects, names, paths, [t.total_bytes for t in templates])
-    numbered = {len(tensors) + number: places[key] for number, key in enumerate(objects)}
-    items = range(len(tensors) + len(objects))
-    metadata = build_metadata({0: offer}, {0: items}, {0: DATA_NAME}, {0: numbered}, "", str(final))
-    index = pickle_metadata(metadata)
+    offer = _offer(keys, tensors, paths)
+    objects = {
+        item: (offsets[name], len(pickled[name]))
+        for item, name in enumerate(keys)
+        if name in pickled
+    }
+    index = pickle_metadata(
+        build_metadata(
+            {0: offer}, {0: range(len(keys))}, {0: DATA_NAME}, {0: objects}, "", str(final)
+        )
+    )
     manifest = encode(
         Manifest(
             torch_version=str(torch.__version__),
             milepost_version=version("milepost"),
             committed_at_ms=time.time_ns() // 1_000_000,
             world=1,
+            nesting=pack_nesting(nesting),
             files=(DATA_NAME,),
             file_bytes=(file_bytes,),
-            keys=tuple(blob.key for blob in blobs),
+            keys=tuple(blob.name for blob in blobs),
             files_of=(0,) * len(blobs),
             offsets=tuple(blob.offset for blob in blobs),
             lengths=tuple(blob.length for blob in blobs),
@@ -167,28 +167,61 @@ def write_checkpoint(
     return file_bytes + len(manifest) + len(index)
 
 
+def _template(form: TensorForm) -> ContainerTemplate:
+    return template(form.size, form.dtype)
+
+
+def _write_tensor(
+    file: _DataFile,
+    name: str,
+    offset: int,
+    form: TensorForm,
+    blocks: Iterable[memoryview],
+    on_bytes: Callable[[int], None],
+) -> _Blob:
+    """Write a tensor's container, and its checksum into it."""
+    known = _template(form)
+    file.fill_to(offset)
+    file.write(known.prefix)
+    whole, crc = isal_zlib.crc32(known.prefix), 0
+    for block in blocks:
+        file.write(block)
+        whole, crc = isal_zlib.crc32(block, whole), isal_zlib.crc32(block, crc)
+        on_bytes(len(block))
+    suffix = bytearray(known.suffix)
+    for crc_at in (known.crc_at, known.central_crc_at) if known.payload_bytes else ():
+        at = crc_at - known.payload_at - known.payload_bytes
+        suffix[at : at + 4] = crc.to_bytes(4, "little")
+    file.write(suffix)
+    return _Blob(name, offset, known.total_bytes, isal_zlib.crc32(suffix, whole))
+
+
+_OBJECT: Final = TensorForm(torch.uint8, ())
+"""What stands in the columns of an object."""
+
+
 def _offer(
-    source: Source,
-    tensors: list[str],
-    objects: list[str],
-    names: Mapping[str, str],
+    names: Iterable[str],
+    tensors: Mapping[str, TensorForm],
     paths: Mapping[str, tuple[str | int, ...]],
-    container_bytes: list[int],
 ) -> Offer:
-    """Return what a single rank would offer: the tensors, then the objects."""
-    forms = [source.tensors[key] for key in tensors]
-    count, left = len(tensors) + len(objects), len(objects)
-    keys = tuple(names[key] for key in (*tensors, *objects))
+    """Return what a single rank would offer."""
+    keys = tuple(names)
+    is_tensor = [key in tensors for key in keys]
+    forms = [tensors.get(key, _OBJECT) for key in keys]
     return Offer(
         keys=keys,
-        kinds=bytes([Kind.TENSOR] * len(tensors) + [Kind.OBJECT] * left),
-        dtypes=(*(form.name for form in forms), *[""] * left),
-        global_sizes=(*(form.size for form in forms), *[()] * left),
-        offsets=(*((0,) * len(form.size) for form in forms), *[()] * left),
-        sizes=(*(form.size for form in forms), *[()] * left),
-        container_bytes=(*container_bytes, *[0] * left),
-        requires_grad=bytes([*(form.requires_grad for form in forms), *[False] * left]),
-        pinned=bytes(count),
-        digests=(-1,) * count,
+        kinds=bytes(Kind.TENSOR if is_one else Kind.OBJECT for is_one in is_tensor),
+        dtypes=tuple(f.name if is_one else "" for f, is_one in zip(forms, is_tensor, strict=True)),
+        global_sizes=tuple(form.size for form in forms),
+        offsets=tuple((0,) * len(form.size) for form in forms),
+        sizes=tuple(form.size for form in forms),
+        container_bytes=tuple(
+            _template(form).total_bytes if is_one else 0
+            for form, is_one in zip(forms, is_tensor, strict=True)
+        ),
+        requires_grad=bytes(form.requires_grad for form in forms),
+        pinned=bytes(len(keys)),
+        digests=(-1,) * len(keys),
         paths=tuple(paths[key] for key in keys),
     )

@@ -167,7 +167,8 @@ class StateSource(Source):
     def __init__(self, state: Mapping[Any, Any]) -> None:
         """Take the state apart as DCP does. Raises UsageError for keys that collide."""
         super().__init__()
-        flat, self.paths = flatten(state)
+        flat, paths = flatten(state)
+        self.paths, self.nesting = paths, paths.nesting()
         self._values: dict[str, Any] = {}
         for key, value in flat.items():
             if not isinstance(value, torch.Tensor):

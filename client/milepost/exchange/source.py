@@ -14,6 +14,7 @@ import torch
 
 from milepost.dcp_format.container import dtype_name
 from milepost.errors import UsageError, listed
+from milepost.format.nesting import Nesting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -54,6 +55,7 @@ class Source(ABC):
         tensors: what each tensor is.
         objects: keys of objects.
         paths: where each key stands in the nested state, in the order of the state.
+        nesting: what the paths do not tell of the state's dicts.
         unreadable: tensors that have no plain bytes, and why; they are among neither of the above.
         unchecked: tensors and objects that were read and whose bytes carry no checksum.
     """
@@ -62,6 +64,7 @@ class Source(ABC):
         self.tensors: dict[str, TensorForm] = {}
         self.objects: list[str] = []
         self.paths: Mapping[str, tuple[Any, ...]] = {}
+        self.nesting = Nesting()
         self.unreadable: dict[str, str] = {}
         self.unchecked: list[str] = []
 

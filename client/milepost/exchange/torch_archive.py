@@ -18,68 +18,19 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 import torch
 from isal import isal_zlib
 
-from milepost.errors import CorruptCheckpoint, UsageError
+from milepost.errors import UsageError
 from milepost.exchange.blobs import memory_of
 from milepost.exchange.drafts import Draft
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
     from types import ModuleType
 
     from milepost.exchange.source import Source, TensorForm
 
-LIST_MAX: Final = 1 << 24
-"""Longest list in a nested state; its length is what an index says, and not to be believed."""
-
 _SPACING: Final = 64
 """Bytes between the addresses that stand-ins claim: torch tells storages apart by address."""
-
-
-# --- the nested state ---------------------------------------------------------------------------
-
-
-def nested(values: Mapping[str, Any], paths: Mapping[str, Sequence[Any]]) -> dict[Any, Any]:
-    """Return the values nested as their paths say, as torch's `unflatten_state_dict` does.
-
-    An int after the first name is an index into a list. Places of a list that no path names hold
-    None. Raises CorruptCheckpoint for paths that contradict one another.
-    """
-    root: dict[Any, Any] = {}
-    for key, value in values.items():
-        path = paths[key]
-        at: Any = root
-        for name, after in zip(path, [*path[1:], None], strict=True):
-            is_list = isinstance(at, list)
-            if is_list != (type(name) is int and at is not root):
-                raise _contradiction(key)
-            if is_list:
-                if not 0 <= name < LIST_MAX:
-                    raise _contradiction(key)
-                at.extend([None] * (name + 1 - len(at)))
-                there = at[name]
-            else:
-                there = at.get(name)
-            if after is None:
-                if there is not None:
-                    raise _contradiction(key)
-                at[name] = value
-                break
-            if there is None:
-                there = at[name] = [] if type(after) is int else {}
-            if not isinstance(there, list | dict):
-                raise _contradiction(key)
-            at = there
-    return root
-
-
-def _contradiction(key: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(
-        "corrupt", f"the path of {key!r} in the nested state contradicts those of other keys"
-    )
-
-
-# --- the archive --------------------------------------------------------------------------------
 
 
 class _Keys:
@@ -132,29 +83,27 @@ def write_archive(
     path: Path,
     source: Source,
     tensors: Mapping[str, TensorForm],
-    objects: Mapping[str, Any],
-    paths: Mapping[str, Sequence[Any]],
+    nest: Callable[[Mapping[str, torch.Tensor]], Any],
     on_bytes: Callable[[int], None],
 ) -> None:
     """Write a new file that torch.load reads back as the nested state, and sync it.
 
     Args:
-        tensors: which of the source's tensors, in the state's order.
-        objects: the values of objects.
-        paths: where each of them stands in the nested state.
+        tensors: which of the source's tensors.
+        nest: makes the state, objects included, from what stands in for the tensors.
         on_bytes: told how many bytes more of the tensors were written.
 
     Raises:
         UsageError: `unpicklable` for an object that torch cannot pickle.
-        StorageError, and what reading the source raises.
+        StorageError, and what `nest` or reading the source raises.
     """
     stand_ins = _StandIns(tensors)
-    order = {key: stand_ins.tensors[key] if key in tensors else objects[key] for key in paths}
+    state = nest(stand_ins.tensors)
     keys = _Keys()
     with path.open("xb") as file:
         try:
             with torch.serialization.skip_data():
-                torch.save(nested(order, paths), file, pickle_module=keys.module)
+                torch.save(state, file, pickle_module=keys.module)
         except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
             raise UsageError(
                 "unpicklable", f"an object of the state cannot be pickled: {error}"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from milepost.exchange.checkpoint import CheckpointSource
     from milepost.exchange.source import Source
 
 TORCH: Final = "torch"
@@ -111,7 +112,7 @@ def export(
 
 
 def _export(
-    source: Source,
+    source: CheckpointSource,
     checkpoint: Path,
     out: Path,
     options: Options,
@@ -152,7 +153,7 @@ def _export(
 
 def _names(source: Source, checkpoint: Path, prefix: str) -> dict[str, str]:
     """Return by each chosen key its name without the prefix, in the order of the state."""
-    start = f"{prefix.removesuffix('.')}." if prefix else ""
+    start = _start(prefix)
     names = {key: key[len(start) :] for key in source.paths if key.startswith(start)}
     if start and not names:
         tops = sorted({key.partition(".")[0] for key in source.paths})
@@ -162,6 +163,11 @@ def _names(source: Source, checkpoint: Path, prefix: str) -> dict[str, str]:
             f"its keys begin with {listed(tops)}",
         )
     return names
+
+
+def _start(prefix: str) -> str:
+    """Return what the chosen keys begin with."""
+    return f"{prefix.removesuffix('.')}." if prefix else ""
 
 
 def _left_out(objects: Sequence[str], options: Options) -> list[str]:
@@ -179,7 +185,7 @@ def _left_out(objects: Sequence[str], options: Options) -> list[str]:
 
 
 def _write_torch(
-    source: Source,
+    source: CheckpointSource,
     names: Mapping[str, str],
     left_out: set[str],
     target: Path,
@@ -187,35 +193,32 @@ def _write_torch(
     on_bytes: Callable[[int], None],
 ) -> list[Path]:
     from milepost.exchange.drafts import file_draft
+    from milepost.exchange.nesting import Step, nested, steps_of, without_prefix
     from milepost.exchange.torch_archive import write_archive
+    from milepost.reading.nesting import SavedNesting
 
+    saved = SavedNesting(source.checkpoint)
     chosen = [key for key in names if key not in left_out]
+    start = _start(options.prefix)
+    steps = {key: without_prefix(steps_of(source.paths[key], saved), start) for key in chosen}
+    empty = [without_prefix(steps_of(path, saved), start) for path in saved.empty()]
     with file_draft(target, overwrite=options.overwrite) as path:
         objects = {key: source.value(key) for key in chosen if key not in source.tensors}
+
+        def nest(tensors: Mapping[str, Any]) -> Any:
+            # In the order of the state.
+            values = {key: tensors[key] if key in tensors else objects[key] for key in chosen}
+            known = {key: found or (Step(names[key], False),) for key, found in steps.items()}
+            return nested(values, known, filter(None, empty))
+
         write_archive(
             path,
             source,
             {key: source.tensors[key] for key in chosen if key in source.tensors},
-            objects,
-            {key: _behind(key, source.paths[key], names[key]) for key in chosen},
+            nest,
             on_bytes,
         )
     return [target]
-
-
-def _behind(key: str, path: tuple[Any, ...], name: str) -> tuple[Any, ...]:
-    """Return what is left of a key's path if only `name` is left of the key. The prefix may end
-    within a part of the path.
-    """
-    if name == key:
-        return path
-    left = path
-    while left and len(".".join(map(str, left))) > len(name):
-        left = left[1:]
-    text = ".".join(map(str, left))
-    if text == name:
-        return left
-    return (name.removesuffix(text).removesuffix("."), *left)
 
 
 def _write_safetensors(

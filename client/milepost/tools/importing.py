@@ -10,9 +10,10 @@ import msgspec
 
 from milepost.errors import UsageError
 from milepost.format.manifest import METADATA_NAME
+from milepost.format.nesting import Nesting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from milepost.exchange.source import Source
@@ -35,9 +36,10 @@ def import_file(
     file: Path,
     out: Path,
     *,
-    prefix: str,
-    overwrite: bool,
-    allow_pickle: bool,
+    prefix: str = "",
+    tied: Sequence[str] = (),
+    overwrite: bool = False,
+    allow_pickle: bool = False,
     on_more: Callable[[int], None],
     on_bytes: Callable[[int], None],
 ) -> Import:
@@ -45,6 +47,7 @@ def import_file(
 
     Args:
         prefix: put before every key: with `model.`, the checkpoint of `{"model": ...}`.
+        tied: further names of tensors, each as `lm_head.weight=wte.weight`.
         on_more: told how many bytes more will be read.
         on_bytes: told how many of them were.
 
@@ -64,12 +67,13 @@ def import_file(
         on_more(measure(file))
         source = open_file(file, allow_pickle=allow_pickle, on_checked=on_bytes)
         try:
-            on_more(sum(form.bytes for form in source.tensors.values()))
-            written = _write(folder, source, prefix, target, on_bytes)
+            keys = _keys(source, tied)
+            on_more(sum(source.tensors[k].bytes for k in keys.values() if k in source.tensors))
+            written = _write(folder, source, keys, prefix, target, on_bytes)
             return Import(
                 source=str(file),
                 checkpoint=str(out),
-                tensors=len(source.tensors),
+                tensors=sum(key in source.tensors for key in keys.values()),
                 objects=len(source.objects),
                 bytes=written,
                 unchecked=tuple(source.unchecked),
@@ -78,14 +82,43 @@ def import_file(
             source.close()
 
 
+def _keys(source: Source, tied: Sequence[str]) -> dict[str, str]:
+    """Return by each name in the checkpoint, yet without the prefix, the source's key. Raises
+    UsageError.
+    """
+    keys = {key: key for key in source.paths}
+    for each in tied:
+        alias, sign, key = each.partition("=")
+        if not sign or not alias:
+            raise UsageError(
+                "usage", f"{each!r} is not NAME=KEY", "such as lm_head.weight=wte.weight"
+            )
+        if key not in source.tensors:
+            raise UsageError("usage", f"there is no tensor {key!r} for {alias!r} to be tied to")
+        if alias in keys:
+            raise UsageError("usage", f"{alias!r} is there already")
+        keys[alias] = key
+    return keys
+
+
 def _write(
-    folder: Path, source: Source, prefix: str, target: Path, on_bytes: Callable[[int], None]
+    folder: Path,
+    source: Source,
+    keys: Mapping[str, str],
+    prefix: str,
+    target: Path,
+    on_bytes: Callable[[int], None],
 ) -> int:
     from milepost.exchange.dcp import write_checkpoint
     from milepost.exchange.source import require_readable
 
     require_readable(source, list(source.paths))
     before = tuple(prefix.removesuffix(".").split(".")) if prefix else ()
-    names = {key: ".".join((*before, key)) for key in source.paths}
-    paths = {names[key]: (*before, *source.paths[key]) for key in source.paths}
-    return write_checkpoint(folder, source, names, paths, target, on_bytes)
+    names = {name: ".".join((*before, name)) for name in keys}
+    paths = {names[name]: (*before, *source.paths.get(name, (name,))) for name in keys}
+    nesting = Nesting(
+        tuple(((*before, *path), texts, forms) for path, texts, forms in source.nesting.names),
+        tuple((*before, *path) for path in source.nesting.empty),
+    )
+    named = {names[name]: key for name, key in keys.items()}
+    return write_checkpoint(folder, source, named, paths, nesting, target, on_bytes)

@@ -43,7 +43,8 @@ def write(folder: Path, state: dict[str, Any]) -> Path:
     folder.mkdir()
     source = StateSource(state)
     names = {key: key for key in source.paths}
-    write_checkpoint(folder, source, names, dict(source.paths), folder, lambda _: None)
+    paths = dict(source.paths)
+    write_checkpoint(folder, source, names, paths, source.nesting, folder, lambda _: None)
     return folder
 
 
@@ -70,6 +71,7 @@ def test_its_index_says_what_stock_torch_would_have_said(tmp_path: Path) -> None
     stock_save(STATE, checkpoint_id=tmp_path / "stock", no_dist=True)
     theirs = read_metadata(tmp_path / "stock")
     assert theirs.state_dict_metadata == ours.state_dict_metadata
+    assert list(theirs.state_dict_metadata) == list(ours.state_dict_metadata)
     assert theirs.planner_data == ours.planner_data
     assert set(theirs.storage_data) == set(ours.storage_data)
     lengths = {index: info.length for index, info in theirs.storage_data.items()}

@@ -103,6 +103,39 @@ def test_objects_can_be_left_out_of_a_torch_export(
     assert "epoch" not in torch.load(tmp_path / "m", weights_only=True)
 
 
+def test_keys_and_empty_dicts_come_back_as_what_they_were(tmp_path: Path, run: Commands) -> None:
+    state = {
+        "numbers": {0: torch.ones(1), -3: 1, None: 2, True: 3, 2.5: 4, (1, "x"): 5, b"b": 6},
+        "types": {torch.float32: torch.ones(1)},
+        "empty": {},
+        "list": [torch.ones(1), {}, {"deep": {7: {}}}],
+    }
+    torch.save(state, tmp_path / "m.pt")
+    assert 0 == run("import", tmp_path / "m.pt", tmp_path / "c", "--prefix", "x.y")
+    assert 0 == run("export", tmp_path / "c", tmp_path / "e", "--to", "torch")
+    assert equal({"x": {"y": state}}, torch.load(tmp_path / "e", weights_only=True))
+    assert 0 == run("export", tmp_path / "c", tmp_path / "f", "--to", "torch", "--prefix", "x.y")
+    assert equal(state, torch.load(tmp_path / "f", weights_only=True))
+
+
+def test_an_optimizer_that_stock_torch_saved_loads_what_was_exported(
+    tmp_path: Path, run: Commands
+) -> None:
+    def made() -> torch.optim.Optimizer:
+        return torch.optim.Adam(torch.nn.Linear(3, 2).parameters())
+
+    optimizer = made()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    stock_save({"optim": optimizer.state_dict()}, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert 0 == run("export", tmp_path / "c", tmp_path / "e", "--to", "torch", "--prefix", "optim")
+    other = made()
+    other.load_state_dict(torch.load(tmp_path / "e", weights_only=True))
+    assert equal(optimizer.state_dict(), other.state_dict())
+
+
 # --- export to safetensors
 
 
@@ -326,6 +359,24 @@ def test_a_prefix_is_put_before_what_is_imported(
     found = torch.load(tmp_path / "m.pt", weights_only=True)
     assert equal(dict(sorted(STATE["model"].items())), dict(sorted(found.pop("model").items())))
     assert {} == found
+
+
+def test_a_tied_weight_gets_the_names_that_its_file_left_out(tmp_path: Path, run: Commands) -> None:
+    torch.save({"wte.weight": EMBEDDING, "n": 1}, tmp_path / "m.pt")
+    arguments = ("import", tmp_path / "m.pt", tmp_path / "c", "--prefix", "model")
+    assert 0 == run(*arguments, "--tied", "lm_head.weight=wte.weight")
+    assert "2 tensors, 1 object" in run.err
+    assert 0 == run("export", tmp_path / "c", tmp_path / "e", "--to", "torch", "--prefix", "model")
+    expected = {"wte.weight": EMBEDDING, "n": 1, "lm_head.weight": EMBEDDING}
+    assert equal(expected, torch.load(tmp_path / "e", weights_only=True))
+    assert list(expected) == list(torch.load(tmp_path / "e", weights_only=True))
+
+
+@pytest.mark.parametrize("tied", ["x", "=wte.weight", "x=absent", "x=n", "n=wte.weight"])
+def test_what_cannot_be_tied_is_a_usage_error(tmp_path: Path, run: Commands, tied: str) -> None:
+    torch.save({"wte.weight": EMBEDDING, "n": 1}, tmp_path / "m.pt")
+    assert 2 == run("import", tmp_path / "m.pt", tmp_path / "c", "--tied", tied)
+    assert ["m.pt"] == os.listdir(tmp_path)
 
 
 def test_an_import_says_what_carried_no_checksum(tmp_path: Path, run: Commands) -> None:

@@ -1,0 +1,106 @@
+"""A nested state put together from the keys of a source, without a template.
+
+Whatever a checkpoint tells of its dicts (keys that are no text, dicts that are empty) is heeded,
+and parts of keys may be taken off the front. `reading.nesting` is for states that show their
+containers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from milepost.errors import CorruptCheckpoint
+from milepost.reading.nesting import rename_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from milepost.reading.nesting import SavedNesting
+
+LIST_MAX: Final = 1 << 24
+"""Longest list in a nested state; its length is what an index says, and not to be believed."""
+
+
+class Step(NamedTuple):
+    """One step into a nested state: an index of a list, or a key of a dict."""
+
+    key: Any
+    is_index: bool
+
+
+Steps = tuple[Step, ...]
+
+
+def steps_of(path: Sequence[Any], saved: SavedNesting) -> Steps:
+    """Return the steps of a path as torch tells it, keys as they were when they were saved."""
+    return tuple(
+        Step(part, True)
+        if isinstance(part, int) and depth
+        else Step(saved.names(tuple(path[:depth])).get(part, part), False)
+        for depth, part in enumerate(path)
+    )
+
+
+def without_prefix(steps: Steps, prefix: str) -> Steps | None:
+    """Return the steps that are left if the text of the whole loses its beginning, which may end
+    within a key; None if it does not begin so.
+    """
+    left = prefix
+    for depth, step in enumerate(steps):
+        if not left:
+            return steps[depth:]
+        text = f"{step.key}."
+        if left.startswith(text):
+            left = left[len(text) :]
+        elif text.startswith(left) and len(left) < len(text):
+            return (Step(text[len(left) : -1], False), *steps[depth + 1 :])
+        else:
+            return None
+    return None
+
+
+def nested(
+    values: Mapping[str, Any], steps: Mapping[str, Steps], empty: Iterable[Steps] = ()
+) -> dict[Any, Any]:
+    """Return the values nested as their steps say, and empty dicts where nothing else is.
+
+    Places of a list that nothing names hold None, as torch leaves them. Optimizers, which count
+    parameters, get their numbers back as numbers.
+
+    Raises CorruptCheckpoint for steps that contradict one another.
+    """
+    root: dict[Any, Any] = {}
+    for key, value in values.items():
+        if not _put(root, steps[key], value):
+            raise CorruptCheckpoint(
+                "corrupt",
+                f"the path of {key!r} in the nested state contradicts those of other keys",
+            )
+    for path in empty:
+        _put(root, path, {})
+    rename_parameters(root)
+    return root
+
+
+def _put(root: dict[Any, Any], steps: Steps, value: Any) -> bool:
+    """Set the value there, unless something else is there or in the way: then return False."""
+    at: Any = root
+    for depth, step in enumerate(steps):
+        if step.is_index:
+            if not isinstance(at, list) or not 0 <= step.key < LIST_MAX:
+                return False
+            at.extend([None] * (step.key + 1 - len(at)))
+            there = at[step.key]
+        else:
+            if not isinstance(at, dict):
+                return False
+            there = at.get(step.key)
+        if depth + 1 == len(steps):
+            if there is not None:
+                return False
+            at[step.key] = value
+            return True
+        if there is None:
+            there = at[step.key] = [] if steps[depth + 1].is_index else {}
+        at = there
+    return False
