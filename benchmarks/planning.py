@@ -23,7 +23,7 @@ from milepost.format.manifest import (
     STRETCH_BYTES,
     Fragment,
     FragmentFile,
-    encode,
+    encode_fragment,
     pack_crcs,
 )
 from milepost.storage.root import Root
@@ -205,7 +205,7 @@ def _write(root: Root, save: SaveRef, made: PlanReady, tensors: int) -> IndexWan
             files=tuple(fragments[first : first + RANKS_A_NODE]),
         )
         names.append(f"{FRAGMENT_PREFIX}node{node}")
-        (directory / names[-1]).write_bytes(encode(fragment))
+        (directory / names[-1]).write_bytes(encode_fragment(fragment))
     return IndexWanted(
         call=2, root=str(root.path), save=save, files=tuple(files), fragments=tuple(names)
     )

@@ -22,7 +22,7 @@ from milepost.format.manifest import (
     FRAGMENT_PREFIX,
     Fragment,
     FragmentFile,
-    encode,
+    encode_fragment,
     read_manifest,
 )
 from milepost.storage.root import Root
@@ -138,7 +138,7 @@ class Save:
             file = rank.write(self.directory, layouts[rank.rank])
             fragment = Fragment(node_id=node, save_id=SAVE.save_id, files=(file,))
             self.fragments.append(FRAGMENT_PREFIX + node)
-            (self.directory / self.fragments[-1]).write_bytes(encode(fragment))
+            (self.directory / self.fragments[-1]).write_bytes(encode_fragment(fragment))
             self.files.append(WrittenFile(file.rank, file.layout_id, file.file, file.file_bytes))
 
     async def index(self, planner: Planner) -> IndexReady | Cause:

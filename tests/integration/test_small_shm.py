@@ -194,7 +194,7 @@ import mmap, os, sys
 from pathlib import Path
 from milepost.storage import blocks
 from milepost.errors import StorageError
-from milepost.format.manifest import Manifest, encode
+from milepost.format.manifest import Manifest, encode_manifest
 from milepost.wire.messages import SaveRef
 from milepost.storage.root import Root
 
@@ -217,7 +217,8 @@ def save(count, data):
         print(sum(counts) > 0, outcome, left)
         root.discard(ref)
         return
-    root.write_file(directory / ".milepost", encode(Manifest(save_id=ref.save_id, step=count)))
+    manifest = Manifest(save_id=ref.save_id, step=count)
+    root.write_file(directory / ".milepost", encode_manifest(manifest))
     root.write_file(directory / ".metadata", b"index")
     root.publish(ref)
     assert (root.path / ref.name / "__0_0.distcp").read_bytes() == data

@@ -18,7 +18,7 @@ pytestmark = needs_strace
 
 CHILD = """
 import mmap, sys
-from milepost.format.manifest import FRAGMENT_PREFIX, Manifest, encode
+from milepost.format.manifest import FRAGMENT_PREFIX, Manifest, encode_manifest
 from milepost.wire.messages import SaveRef
 from milepost.storage.root import Root
 root = Root(sys.argv[1])
@@ -30,7 +30,8 @@ for count, overwrite in ((1, False), (2, True)):
     root.write_image(directory / "__0_0.distcp", memoryview(mmap.mmap(-1, 40 << 20)))
     root.write_image(directory / "__1_0.distcp", memoryview(mmap.mmap(-1, 5000))[1:])
     root.write_file(directory / (FRAGMENT_PREFIX + "n"), b"fragment")
-    root.write_file(directory / ".milepost", encode(Manifest(save_id=save.save_id, step=1)))
+    manifest = Manifest(save_id=save.save_id, step=1)
+    root.write_file(directory / ".milepost", encode_manifest(manifest))
     root.write_file(directory / ".metadata", b"index")
     root.publish(save)
     root.move_latest("step_1")

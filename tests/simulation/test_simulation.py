@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from milepost.errors import MilepostError
 from milepost.format.manifest import Manifest as RealManifest
-from milepost.format.manifest import encode
+from milepost.format.manifest import encode_manifest
 from milepost.ledger import Decision, ForgetWords, Ledger, _Taken
 from milepost.storage.claims import EXPIRY_S, being_read, reading
 from milepost.storage.root import Root
@@ -372,7 +372,7 @@ class Both:
                 manifest = RealManifest(
                     job="job", save_id=save.save_id, step=save.step, files=("__0_0.distcp",)
                 )
-                real.write_file(folder / MANIFEST, encode(manifest))
+                real.write_file(folder / MANIFEST, encode_manifest(manifest))
                 real.write_file(folder / METADATA, b"index")
             case "publish":
                 real.publish(save)

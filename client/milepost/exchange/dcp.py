@@ -23,7 +23,7 @@ from milepost.format.manifest import (
     METADATA_NAME,
     STRETCH_BYTES,
     Manifest,
-    encode,
+    encode_manifest,
     pack_crcs,
 )
 from milepost.format.nesting import Nesting, pack_nesting
@@ -142,7 +142,7 @@ def write_checkpoint(
             {0: offer}, {0: range(len(keys))}, {0: DATA_NAME}, {0: objects}, "", str(final)
         )
     )
-    manifest = encode(
+    manifest = encode_manifest(
         Manifest(
             torch_version=str(torch.__version__),
             milepost_version=version("milepost"),

@@ -1,10 +1,10 @@
-"""The manifest: what milepost knows of a checkpoint beyond torch's index, and the fragments it is
-put together from.
+"""The manifest: what milepost knows of a checkpoint beyond torch's index, and the fragments from
+which it is made.
 
-Each node writes one fragment, `.fragment-<node>`, beside its data files; the coordinator's planner
-child reads all of them (which proves that the nodes share the root), writes `.milepost`, and the
-fragments go before the checkpoint is published. msgpack; a reader ignores fields it does not know,
-and every field added later has a default. No torch.
+Each node writes one fragment, `.fragment-<node>`, beside its data files. The coordinator's planner
+child reads all of them (which proves that the nodes share the root) and writes `.milepost`; the
+fragments are removed before the checkpoint is published. Both are msgpack: a reader ignores fields
+that it does not know, and every field added later has a default. No torch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ FRAGMENT_PREFIX: Final = ".fragment-"
 FORMAT_VERSION: Final = 1
 
 STRETCH_BYTES: Final = 1 << 20
-"""A data file has a CRC for each so many bytes, from its start on: few enough to be no burden, and
-short enough that a part of a large tensor is checked without much of the rest. No format depends on
-it: a manifest says its own."""
+"""A data file is checked in stretches of this size, each with a CRC: long enough that the CRCs are
+few, short enough that a part of a large tensor can be checked without reading much of the rest. The
+format does not depend on it: each manifest says its own."""
 
 
 class FragmentFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's data file. `crcs[i]` is the CRC-32 of the whole container of the layout's i-th
-    tensor.
+    """One rank's data file. `crcs[i]` is the CRC-32 of the container of the layout's i-th tensor,
+    as a whole.
     """
 
     rank: int
@@ -45,8 +45,8 @@ class FragmentFile(msgspec.Struct, frozen=True, kw_only=True):
     objects: tuple[tuple[int, int, int, int], ...]
     """(item of the offer, offset, length, CRC-32) of each serialised object."""
     stretches: bytes = b""
-    """CRC-32 of each `STRETCH_BYTES` of the file, the last may be shorter, by `pack_crcs`; empty:
-    not known."""
+    """CRC-32 of each stretch of `STRETCH_BYTES`, of which the last may be shorter, by `pack_crcs`;
+    empty: not known."""
 
 
 class Fragment(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """`.milepost` without what is said of each blob: quick to read, and all that a load needs."""
+    """`.milepost` without its columns of blobs: quick to read, and all that a load needs."""
 
     format: int = FORMAT_VERSION
     job: str = ""
@@ -71,17 +71,17 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     committed_at_ms: int = 0
     """Wall clock of the coordinator, milliseconds since 1970."""
     nesting: bytes = b""
-    """What the index does not say of the state's dicts, as `format.nesting` packs it; before the
-    columns, so that it is read without them."""
+    """What the index does not say about the state's dicts, as `format.nesting` packs it. It comes
+    before the columns, so that it can be read without them."""
     files: tuple[str, ...] = ()
     file_bytes: tuple[int, ...] = ()
     index_crc: int = -1
     """CRC-32 of `.metadata`; -1: not recorded."""
     stretch_bytes: int = 0
-    """How many bytes of a file each entry of `stretches` is about."""
+    """Length of a stretch."""
     stretches: tuple[bytes, ...] = ()
-    """By file, the CRC-32 of each stretch of it from its start on, the last may be shorter, by
-    `pack_crcs`; of a file whose stretches are not known, nothing. Empty as a whole: of none."""
+    """For each file the CRC-32 of its stretches, as in `FragmentFile`; empty for a file whose
+    stretches are not known. The whole tuple is empty if none are."""
     index: bytes = b""
     """What `.metadata` says, by `dcp_format.columns`; empty: not carried."""
 
@@ -97,25 +97,28 @@ class Manifest(Summary, frozen=True, kw_only=True):
     offsets: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     crcs: tuple[int, ...] = ()
-    """CRC-32 over the blob's whole container."""
+    """CRC-32 of the blob's container, as a whole."""
 
 
 _SELF_CRC: Final = b"\xa8self_crc\xce"
-"""How the last field of a manifest begins: its name, and the mark of four bytes to come."""
+"""How the last field of a manifest begins: its name, and msgpack's mark of a four-byte number."""
 
 
 def pack_crcs(crcs: Sequence[int]) -> bytes:
-    """Return checksums as little-endian numbers of four bytes."""
+    """Return checksums as little-endian four-byte numbers."""
     return struct.pack(f"<{len(crcs)}I", *crcs)
 
 
-def encode(value: Fragment | Manifest) -> bytes:
-    """Return the msgpack form. A manifest's ends with the CRC-32 of all that stands before it."""
-    built = msgspec.to_builtins(value, builtin_types=(bytes,))
-    if isinstance(value, Fragment):
-        packed: bytes = msgpack.packb(built)
-        return packed
-    # Space for four bytes is taken by a number that needs them.
+def encode_fragment(fragment: Fragment) -> bytes:
+    """Return the msgpack form."""
+    packed: bytes = msgpack.packb(msgspec.to_builtins(fragment, builtin_types=(bytes,)))
+    return packed
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the msgpack form, which ends with the CRC-32 of everything before it."""
+    built = msgspec.to_builtins(manifest, builtin_types=(bytes,))
+    # A number that needs four bytes reserves their space.
     body: bytes = msgpack.packb({**built, "self_crc": 0xFFFFFFFF})[:-4]
     assert body.endswith(_SELF_CRC)
     return body + isal_zlib.crc32(body).to_bytes(4, "big")

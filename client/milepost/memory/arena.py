@@ -273,7 +273,7 @@ class Arena:
             raise storage_error("create", path, error, shape.nbytes) from error
         try:
             try:
-                pages.reserve(path, descriptor, shape.nbytes)
+                pages.reserve_pages(path, descriptor, shape.nbytes)
                 os.pwrite(descriptor, table, PAGE_BYTES)
                 # The header last: a file without one is no arena.
                 fields = _HEADER.pack(_MAGIC, ARENA_VERSION, *shape, isal_zlib.crc32(table), name)

@@ -125,7 +125,7 @@ def check_room(directory: Path, wanted: int) -> None:
 # --- reserving it -------------------------------------------------------------------------------
 
 
-def reserve(path: Path, descriptor: int, nbytes: int) -> None:
+def reserve_pages(path: Path, descriptor: int, nbytes: int) -> None:
     """Reserve all pages of a new file: a shortage is an error now, where a sparse file would raise
     SIGBUS at the first touch.
 

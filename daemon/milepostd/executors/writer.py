@@ -18,7 +18,13 @@ from isal import isal_zlib
 
 from milepost.errors import StorageError
 from milepost.format.layout import PAGE_BYTES, align
-from milepost.format.manifest import FRAGMENT_PREFIX, Fragment, FragmentFile, encode, pack_crcs
+from milepost.format.manifest import (
+    FRAGMENT_PREFIX,
+    Fragment,
+    FragmentFile,
+    encode_fragment,
+    pack_crcs,
+)
 from milepost.memory.arena import Arena, SlotRecord
 from milepost.storage.homes import Home
 from milepost.storage.names import check_name
@@ -132,7 +138,7 @@ def write_fragment(home: Home, save: SaveRef, node_id: str, files: Sequence[Frag
     home.check_shared(save.job)
     name = FRAGMENT_PREFIX + check_name(node_id)
     fragment = Fragment(node_id=node_id, save_id=save.save_id, files=tuple(files))
-    home.write_file(home.open_save(save) / name, encode(fragment))
+    home.write_file(home.open_save(save) / name, encode_fragment(fragment))
     return name
 
 

@@ -210,7 +210,7 @@ class Composer:
             index=_columns_of(draft, composition, files),
         )
         parts = {
-            manifest.MANIFEST_NAME: manifest.encode(described),
+            manifest.MANIFEST_NAME: manifest.encode_manifest(described),
             manifest.METADATA_NAME: pickled,
         }
         for name, data in parts.items():

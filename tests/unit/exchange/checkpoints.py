@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from milepost.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, encode
+from milepost.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, encode_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -91,7 +91,7 @@ def write_checkpoint(
             crcs=tuple(crcs),
             index_crc=isal_zlib.crc32(pickled),
         )
-        (folder / MANIFEST_NAME).write_bytes(encode(manifest))
+        (folder / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
     return folder
 
 

@@ -18,7 +18,8 @@ from milepost.format.manifest import (
     Manifest,
     decode_fragment,
     decode_manifest,
-    encode,
+    encode_fragment,
+    encode_manifest,
     pack_crcs,
     read_manifest,
 )
@@ -54,11 +55,11 @@ MANIFEST = Manifest(
 
 
 def test_a_fragment_reads_back_as_written() -> None:
-    assert decode_fragment(encode(FRAGMENT)) == FRAGMENT
+    assert decode_fragment(encode_fragment(FRAGMENT)) == FRAGMENT
 
 
 def test_a_manifest_reads_back_as_written(tmp_path: Path) -> None:
-    (tmp_path / MANIFEST_NAME).write_bytes(encode(MANIFEST))
+    (tmp_path / MANIFEST_NAME).write_bytes(encode_manifest(MANIFEST))
     assert read_manifest(tmp_path) == MANIFEST
 
 
@@ -72,7 +73,7 @@ def test_a_manifest_with_unknown_fields_and_without_known_ones_is_read() -> None
 
 
 def test_every_flipped_byte_of_a_manifest_is_found() -> None:
-    written = encode(MANIFEST)
+    written = encode_manifest(MANIFEST)
     for at in range(len(written)):
         damaged = bytearray(written)
         damaged[at] ^= 0x10
@@ -93,8 +94,8 @@ def test_a_manifest_from_before_it_had_a_checksum_is_read() -> None:
     [
         b"",
         b"\xc1",
-        encode(MANIFEST)[:-1],
-        encode(FRAGMENT) + b"\0",
+        encode_manifest(MANIFEST)[:-1],
+        encode_fragment(FRAGMENT) + b"\0",
         msgpack.packb(7),
         msgpack.packb({"save_id": 7, "node_id": "a", "files": []}),
     ],

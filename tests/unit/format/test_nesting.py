@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from milepost.format.manifest import MANIFEST_NAME, Manifest, encode
+from milepost.format.manifest import MANIFEST_NAME, Manifest, encode_manifest
 from milepost.format.nesting import (
     Nesting,
     merge_nestings,
@@ -44,13 +44,19 @@ def test_what_ranks_say_is_put_together_and_the_first_counts() -> None:
 
 def test_it_is_read_from_a_manifest_without_its_columns(tmp_path: Path) -> None:
     assert Nesting() == read_nesting(tmp_path)
-    written = encode(Manifest(nesting=pack_nesting(NESTING), keys=("k" * 5_000_000,)))
+    written = encode_manifest(Manifest(nesting=pack_nesting(NESTING), keys=("k" * 5_000_000,)))
     (tmp_path / MANIFEST_NAME).write_bytes(written[:10_000])
     assert NESTING == read_nesting(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"damaged", encode(Manifest(nesting=b"damaged")), encode(Manifest())[:20]]
+    "data",
+    [
+        b"",
+        b"damaged",
+        encode_manifest(Manifest(nesting=b"damaged")),
+        encode_manifest(Manifest())[:20],
+    ],
 )
 def test_a_manifest_that_does_not_tell_tells_nothing(tmp_path: Path, data: bytes) -> None:
     (tmp_path / MANIFEST_NAME).write_bytes(data)

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from milepost.dcp_format.index import read_metadata
-from milepost.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, encode
+from milepost.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, encode_manifest
 from milepost.link.rendezvous import Group
 from milepost.reading.restore import LoadOptions, LoadReport, load_checkpoint
 
@@ -59,7 +59,7 @@ def adopt(checkpoint: Path, step: int, save_id: str = "1-1", nesting: bytes = b"
         ),
         index_crc=isal_zlib.crc32((checkpoint / METADATA_NAME).read_bytes()),
     )
-    (checkpoint / MANIFEST_NAME).write_bytes(encode(manifest))
+    (checkpoint / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
 
 
 def load(

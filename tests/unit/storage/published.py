@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from milepost.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, encode
+from milepost.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, encode_manifest
 from milepost.storage.root import Root
 from milepost.wire.messages import SaveRef
 
@@ -11,7 +11,7 @@ def filled(root: Root, save: SaveRef) -> SaveRef:
     """Put manifest and index into the save's directory; return the save."""
     folder = root.open_save(save)
     manifest = Manifest(job=save.job, save_id=save.save_id, step=save.step)
-    root.write_file(folder / MANIFEST_NAME, encode(manifest))
+    root.write_file(folder / MANIFEST_NAME, encode_manifest(manifest))
     root.write_file(folder / METADATA_NAME, b"index")
     return save
 

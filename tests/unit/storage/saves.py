@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from milepost.format.manifest import Manifest, encode
+from milepost.format.manifest import Manifest, encode_manifest
 from milepost.storage.root import Root
 from milepost.wire.messages import SaveRef
 
@@ -20,7 +20,7 @@ def fill(root: Root, save: SaveRef, content: bytes = b"data") -> Path:
     directory = root.open_save(save)
     root.write_image(directory / "__0_0.distcp", memoryview(content))
     manifest = Manifest(save_id=save.save_id, step=save.step, files=("__0_0.distcp",))
-    root.write_file(directory / ".milepost", encode(manifest))
+    root.write_file(directory / ".milepost", encode_manifest(manifest))
     root.write_file(directory / ".metadata", b"index")
     return directory
 

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.storage.saves import SAVE, commit, names, save_of
 
 from milepost.errors import StorageError
-from milepost.format.manifest import Manifest, encode
+from milepost.format.manifest import Manifest, encode_manifest
 from milepost.storage.root import Root
 
 
@@ -41,7 +41,9 @@ def test_checkpoints_of_stock_torch_are_listed_too_and_nothing_without_an_index(
 def test_listing_reads_no_more_of_a_manifest_than_its_beginning(root: Root) -> None:
     save = save_of(5, "3-1")
     path = commit(root, save) / ".milepost"
-    long = encode(Manifest(save_id="3-1", step=5, keys=tuple(f"key{n}" for n in range(10_000))))
+    long = encode_manifest(
+        Manifest(save_id="3-1", step=5, keys=tuple(f"key{n}" for n in range(10_000)))
+    )
     path.write_bytes(long[: len(long) // 2])
     assert [(5, "3-1")] == [(each.step, each.save_id) for each in root.checkpoints()]
 

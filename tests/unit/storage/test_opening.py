@@ -8,7 +8,7 @@ import threading
 import msgpack
 from tests.unit.storage.saves import names
 
-from milepost.format.manifest import Manifest, encode
+from milepost.format.manifest import Manifest, encode_manifest
 from milepost.storage.root import Root
 from milepost.wire.messages import SaveRef
 
@@ -23,7 +23,7 @@ def test_attempts_are_numbered_on_from_the_newest(root: Root) -> None:
     (root.path / ".milepost-run" / "attempt-41").touch()
     assert 42 == root.claim_attempt("run-7")
     old = root.open_save(SaveRef("run-7", "57-3", 10, "step_10"))
-    root.write_file(old / ".milepost", encode(Manifest(save_id="57-3", step=10)))
+    root.write_file(old / ".milepost", encode_manifest(Manifest(save_id="57-3", step=10)))
     root.write_file(old / ".metadata", b"index")
     old.rename(root.path / "step_10")
     assert 58 == root.claim_attempt("run-7"), "a checkpoint from elsewhere is older than ours"

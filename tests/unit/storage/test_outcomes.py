@@ -9,7 +9,7 @@ import pytest
 from tests.unit.storage.saves import SAVE, commit, content_of, fill, names, save_of
 
 from milepost.errors import MilepostError, Rejected, SaveFailed
-from milepost.format.manifest import Manifest, encode
+from milepost.format.manifest import Manifest, encode_manifest
 from milepost.storage.root import Root
 from milepost.wire.messages import SaveRef
 
@@ -36,7 +36,7 @@ def test_publishing_leaves_out_fragments_and_what_broken_attempts_left(root: Roo
     for name in ("__0_0.distcp", "__0_1.distcp", "__1_0.distcp", ".fragment-a", ".tmp-00ff"):
         (directory / name).touch()
     manifest = Manifest(save_id="2-3", step=30, files=("__0_1.distcp", "__1_0.distcp"))
-    root.write_file(directory / ".milepost", encode(manifest))
+    root.write_file(directory / ".milepost", encode_manifest(manifest))
     root.write_file(directory / ".metadata", b"index")
     root.publish(SAVE)
     assert [".metadata", ".milepost", "__0_1.distcp", "__1_0.distcp"] == names(

@@ -15,7 +15,7 @@ from milepost.format.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
     Manifest,
-    encode,
+    encode_manifest,
     read_manifest,
 )
 from milepost.storage.homes import home_of
@@ -43,7 +43,7 @@ def filled(save: SaveRef) -> SaveRef:
         files.append(f"__{rank}_{number}.distcp")
         (folder / files[-1]).write_bytes(data_of(save, rank))
     manifest = Manifest(job=save.job, save_id=save.save_id, step=0, files=tuple(files))
-    place.write_file(folder / MANIFEST_NAME, encode(manifest))
+    place.write_file(folder / MANIFEST_NAME, encode_manifest(manifest))
     place.write_file(folder / METADATA_NAME, index_of(save, files))
     return save
 

@@ -19,7 +19,7 @@ from torch.serialization import set_crc32_options
 from milepost import cli
 from milepost.dcp_format.index import read_metadata
 from milepost.errors import Unavailable
-from milepost.format.manifest import MANIFEST_NAME, Manifest, encode, read_manifest
+from milepost.format.manifest import MANIFEST_NAME, Manifest, encode_manifest, read_manifest
 from milepost.tools import status as status_tool
 from milepost.tools.status import duration
 from milepost.wire.messages import NodeRef
@@ -277,7 +277,7 @@ def test_a_manifest_that_points_outside_is_not_followed(ours: Path, run: Run) ->
         lengths=(1,),
         crcs=(0,),
     )
-    (ours / MANIFEST_NAME).write_bytes(encode(hostile))
+    (ours / MANIFEST_NAME).write_bytes(encode_manifest(hostile))
     code, found = run.json("verify", ours)
     assert (code, found["method"]) == (1, "containers")
 
