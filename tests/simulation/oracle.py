@@ -57,6 +57,8 @@ STORY_LINES: Final = 60
 """How much of what led to a violation is told."""
 
 
+RETAINED: Final = "retained away"
+
 SLOT_LOOK_S: Final = 5.0
 SLOT_LOOKS_MAX: Final = 6
 """So often nothing may be wrong when a slot is looked at whose save has ended."""
@@ -276,7 +278,9 @@ class Oracle:
                         "abandoned future, takes its place"
                     )
                 self.gone[save_id] = f"replaced by {manifest.save_id}"
-        self.gone.pop(manifest.save_id, None)
+        # What retention has chosen may go, also if somebody gave it its name back in between.
+        if self.gone.get(manifest.save_id) != RETAINED:
+            self.gone.pop(manifest.save_id, None)
 
     def _check_complete(self, name: str, folder: Folder) -> Manifest:
         """Judge a checkpoint by its files; all of them durable."""
@@ -399,7 +403,7 @@ class Oracle:
             self.fail(f"retention by {keep} removes {doomed} of {there}")
         for save_id in doomed.values():
             self.mark("retained")
-            self.gone.setdefault(save_id, "retained away")
+            self.gone.setdefault(save_id, RETAINED)
 
     def followed(self, save_id: str) -> None:
         """`latest` names this save, or another: none that was abandoned before this one began."""
