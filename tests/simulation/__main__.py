@@ -26,7 +26,8 @@ LIVENESS: Final = 4
 
 def rerun(options: Options) -> str:
     """Return the command that does the same again."""
-    return f"make sim SEED={options.seed} NODES={options.nodes}"
+    nodes = f" NODES={options.nodes}" if options.is_nodes_given else ""
+    return f"make sim SEED={options.seed}{nodes}"
 
 
 def attempt(options: Options) -> tuple[int, Result | None]:

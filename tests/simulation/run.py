@@ -34,6 +34,8 @@ class Options:
 
     seed: int
     nodes: int
+    is_nodes_given: bool
+    """Else it was drawn, before all else: to draw the same, it must not be given."""
     ranks_per_node: int
     is_embedded: bool
     work: Work
@@ -99,6 +101,7 @@ def draw_options(seed: int, nodes: int = 0) -> Options:
     return Options(
         seed=seed,
         nodes=count,
+        is_nodes_given=bool(nodes),
         ranks_per_node=1 if is_large else rng.choice([1, 2, 3]),
         is_embedded=rng.random() < 0.5,
         work=work,
