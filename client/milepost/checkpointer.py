@@ -44,15 +44,16 @@ from milepost.options import (
     find_root,
     find_run_dir,
     job_name,
-    make_overlap,
+    make_staging,
 )
 from milepost.reading.choice import Loaded, load_chosen
 from milepost.reading.restore import LoadOptions, LoadReport
 from milepost.saving.planning import Planning
-from milepost.saving.saves import Saves
-from milepost.staging.selection import Optimizers, Selection
+from milepost.saving.saves import Handover, Saves
+from milepost.staging.selection import Optimizers
 from milepost.staging.slots import Slots
 from milepost.staging.stager import Stager
+from milepost.staging.strategy import Filling
 from milepost.state.content import Content, ContentReader
 from milepost.storage.claims import Ownership, check_ours, find_other
 from milepost.storage.retention import Policy
@@ -72,7 +73,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.checkpoint.planner import SavePlanner
 
-    from milepost.memory.arena import Slot
 
 log = logging.getLogger("milepost")
 
@@ -127,7 +127,7 @@ class Checkpointer:
         deadline_s: float = 600.0,
     ) -> None:
         check_options(on_busy, on_failure, staging, slots, deadline_s, keep, planner, overwrite)
-        self._overlap = make_overlap(staging, optimizer, planner)
+        self._staging = make_staging(staging, optimizer, planner)
         self.root = find_root(root)
         self._on_busy = on_busy
         self._on_failure = on_failure
@@ -187,8 +187,7 @@ class Checkpointer:
         self._slots_count = slots
         self._begin_attempt(self.attempt)
         note_made(self)
-        if self._overlap is not None:
-            self._overlap.arm()
+        self._staging.arm()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -294,7 +293,7 @@ class Checkpointer:
         """
         self._check_open()
         self._finish_preparing()
-        self._finish_copy()
+        self._staging.settle()
         preparation = self._prepare(state, per_rank, is_still=wait)
         # Never beside training: a state's own `state_dict()` may change what it reads.
         next(preparation)
@@ -318,11 +317,6 @@ class Checkpointer:
             self._preparing.join()
         self._preparing = None
 
-    def _finish_copy(self) -> None:
-        """Wait for a copy in the background, which uses the stager."""
-        if self._overlap is not None:
-            self._overlap.settle()
-
     def guard(self) -> None:
         """Wait until the parameters and optimizer state of the last `save()` may change.
 
@@ -330,8 +324,7 @@ class Checkpointer:
         tensors on a GPU it is the current stream that waits, not the host. Returns at once with
         `staging="blocking"`, and when no copy is under way. For any thread.
         """
-        if self._overlap is not None:
-            self._overlap.guard()
+        self._staging.guard()
 
     def _prepare(
         self, state: Mapping[str, Any], per_rank: Mapping[str, Any] | None, *, is_still: bool
@@ -344,13 +337,16 @@ class Checkpointer:
         try:
             with collector_paused():
                 content = self._reader.read(ref.save_id, state, per_rank, self._join)
-                selection = self._select(content)
+                filling = self._staging.choose(content.items)
             yield
-            with collector_paused(), self._slots.at_work(lambda: self._saves.is_over(ref)):
+            with (
+                collector_paused(),
+                self._slots.at_work(lambda: self._saves.is_over(ref)) as stager,
+            ):
                 self._claim_root()
                 self._planning.ask(ref, save, content, is_still=is_still)
-                self._prepare_overlap(content, selection)
-                self._slots.stager.fault_in()
+                filling.prepare(stager)
+                stager.fault_in()
                 self._is_prepared = True
         except BaseException as error:
             # The other ranks plan with this one, and must not wait for it.
@@ -387,7 +383,7 @@ class Checkpointer:
         """
         started_s = time.monotonic()
         self._check_open()
-        self._finish_copy()
+        self._staging.settle()
         self._raise_failures()
         step = check_step(step)
         name = directory_name(step, checkpoint_id)
@@ -419,14 +415,10 @@ class Checkpointer:
         The lists made of the state are gone on return: the collector is not to walk them.
         """
         content = self._reader.read(ref.save_id, state, per_rank, self._join)
-        selection = self._select(content)
+        filling = self._staging.choose(content.items)
         self._check_root(ref)
         if self._take_turn(ref):
-            self._stage(ref, save, content, selection)
-
-    def _select(self, content: Content) -> Selection | None:
-        """Find what may be copied in the background; None: nothing is."""
-        return None if self._overlap is None else self._overlap.select(content.items)
+            self._stage(ref, save, content, filling)
 
     def _claim_root(self) -> None:
         """Claim the root for this job, on rank 0. Raises Rejected("root-locked")."""
@@ -458,72 +450,21 @@ class Checkpointer:
             return False
         return self._slots.await_one(lambda: self._saves.is_over(ref), busy)
 
-    def _stage(self, ref: SaveRef, save: Save, given: Content, selection: Selection | None) -> None:
-        """Copy the state into a slot and tell the daemon."""
+    def _stage(self, ref: SaveRef, save: Save, content: Content, filling: Filling) -> None:
+        """Copy the state into a slot, or begin to."""
         started_s = time.monotonic()
-        is_planned = self._saves.plan_of(given.structure) is not None
+        is_planned = self._saves.plan_of(content.structure) is not None
         with self._slots.at_work(lambda: self._saves.is_over(ref)) as stager:
-            content = self._planning.put_in_force(ref, save, given)
-            if content is None:
+            placed = self._planning.put_in_force(ref, save, content)
+            if placed is None:
                 return
             slot, planned_s = self._slots.take(), time.monotonic()
-            if selection is None:
-                staged = stager.stage(slot, ref, content.items, objects=content.objects)
-                self._saves.hand_over(ref, staged)
-            else:
-                self._stage_behind(ref, save, slot, content, selection)
+            listener = Handover(self._saves, ref, save)
+            is_complete = filling.fill(stager, slot, ref, placed.objects, listener)
         if not is_planned and not self._has_planned and self.rank == 0:
-            copied_s = None if selection else time.monotonic() - planned_s
+            copied_s = time.monotonic() - planned_s if is_complete else None
             tell_unprepared(planned_s - started_s, copied_s, was_prepared=self._is_prepared)
         self._has_planned = True
-
-    def _prepare_overlap(self, content: Content, selection: Selection | None) -> None:
-        """Make now what the first copy in the background would make."""
-        stager = self._slots.stager
-        if self._overlap is not None and selection is not None and stager.layout is not None:
-            slot, columns = stager.slots[0], stager.layout.tensors
-            self._overlap.prepare(
-                selection, content.items, columns, stager.targets(slot), slot.image
-            )
-
-    def _stage_behind(
-        self,
-        ref: SaveRef,
-        save: Save,
-        slot: Slot,
-        content: Content,
-        selection: Selection,
-    ) -> None:
-        """Copy what must be copied now, and have the rest copied in the background."""
-        overlap, stager = self._overlap, self._slots.stager
-        assert overlap is not None
-        items = content.items
-        slot, placed = stager.begin(slot, items, objects=content.objects)
-
-        def end(error: MilepostError | None) -> None:
-            """On the copy's thread."""
-            if error is None:
-                self._saves.hand_over(ref, stager.seal(slot, ref, placed))
-                return
-            slot.release()
-            if not self._saves.is_over(ref):
-                self._saves.give_up(ref, error)
-
-        def add_wait(waited_s: float) -> None:
-            save.add_guard(waited_s)
-
-        try:
-            assert stager.layout is not None
-            columns = stager.layout.tensors
-            split = overlap.split(selection, items, columns.items)
-            stager.copy(slot, items, split.now)
-            targets = stager.targets(slot)
-            overlap.start(selection, split, items, columns, targets, slot.image, end, add_wait)
-        except BaseException:
-            # It may have begun to copy before it was interrupted.
-            overlap.settle()
-            slot.release()
-            raise
 
     # --- what is there
 
@@ -578,7 +519,7 @@ class Checkpointer:
         check_choice("source", source, ("auto", "storage"))
         step = None if step is None else check_step(step)
         self._finish_preparing()
-        self._finish_copy()
+        self._staging.settle()
         self._loads += 1
         self._is_begun = True
         self.wait()
@@ -654,8 +595,7 @@ class Checkpointer:
         if self._ownership is not None:
             self._ownership.close()
         self._finish_preparing()
-        if self._overlap is not None:
-            self._overlap.close()
+        self._staging.close()
         is_quiet = True
         try:
             self.wait(self._deadline_s + JOIN_S)

@@ -14,8 +14,10 @@ from typing import Final
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from milepost.errors import UsageError
-from milepost.staging.overlap import Overlap
+from milepost.staging.behind import BehindStaging
+from milepost.staging.blocking import BlockingStaging
 from milepost.staging.selection import Optimizers
+from milepost.staging.strategy import Staging
 from milepost.state.planners import is_default
 from milepost.storage.names import check_name
 from milepost.storage.retention import Policy
@@ -61,16 +63,16 @@ def check_options(
         raise UsageError("usage", f"overwrite is {overwrite!r}, not True or False")
 
 
-def make_overlap(
+def make_staging(
     staging: str, optimizer: Optimizers | None, planner: SavePlanner | None
-) -> Overlap | None:
-    """Return what copies in the background, if that is asked for. Raises UsageError."""
+) -> Staging:
+    """Return the way of staging that is asked for. Raises UsageError."""
     if staging != "overlap":
         if optimizer is not None:
             raise UsageError(
                 "usage", "optimizer= has no effect with staging='blocking'", "leave it out"
             )
-        return None
+        return BlockingStaging()
     if planner is not None and not is_default(planner):
         raise UsageError(
             "usage",
@@ -78,7 +80,7 @@ def make_overlap(
             "cannot be told from a copy",
             "use staging='blocking' with a planner of your own",
         )
-    return Overlap(optimizer)
+    return BehindStaging(optimizer)
 
 
 STEP_MAX: Final = 2**63 - 1

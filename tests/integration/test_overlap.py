@@ -48,7 +48,7 @@ def _gate(ck: Any) -> threading.Event:
             assert opened.wait(60)
             work()
 
-    ck._overlap._streams[torch.device("cpu")] = Gated()
+    ck._staging.division._streams[torch.device("cpu")] = Gated()
     return opened
 
 
@@ -159,7 +159,7 @@ def save_torn(rank: Rank) -> dict[str, Any]:
         optimizer.step()
         _change_all_else(rank.rank, state)
         told["step"] = ck.save(2, state).wait(60).step
-        told["free"] = len(ck._slots.stager.free_slots())
+        told["free"] = len(ck._saves.slots.stager.free_slots())
         told["steps"] = ck.steps()
     return told
 
@@ -188,6 +188,7 @@ def train_sharded(rank: Rank) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
     from milepost import Checkpointer
+    from milepost.staging.behind import BehindStaging
 
     torch.manual_seed(1)
     model = nn.Sequential(
@@ -219,7 +220,8 @@ def train_sharded(rank: Rank) -> dict[str, Any]:
                 for key, value in flatten_state_dict(state)[0].items()
             }
             ck.save(step, state)
-            copy = None if ck._overlap is None else ck._overlap._copy
+            assert isinstance(ck._staging, BehindStaging)
+            copy = ck._staging._copy
             assert copy is not None
             guarded.append(sum(len(part.keys) for part in copy._parts))
     return {"whole": whole, "guarded": guarded}
@@ -278,7 +280,7 @@ def test_a_trainer_that_dies_while_copying_commits_nothing_and_the_next_goes_on(
 
 def _kept(ck: Any) -> Any:
     """What copies share from save to save."""
-    return ck._overlap._kept.get(torch.device("cpu"))
+    return ck._staging.division._kept.get(torch.device("cpu"))
 
 
 def refuse(rank: Rank) -> list[str]:

@@ -52,6 +52,28 @@ def not_staged(rank: int, error: BaseException) -> SaveFailed:
     return SaveFailed(code, f"rank {rank} could not stage: {error!r}")
 
 
+class Handover:
+    """Tells the ledger how the image of one save turns out; a `Listener` of its staging."""
+
+    def __init__(self, saves: Saves, ref: SaveRef, handle: Save) -> None:
+        self._saves = saves
+        self._ref = ref
+        self._handle = handle
+
+    def staged(self, image: StagedImage) -> None:
+        """Hand the slot over to the daemon."""
+        self._saves.hand_over(self._ref, image)
+
+    def failed(self, error: MilepostError) -> None:
+        """Give the save up, unless it has ended."""
+        if not self._saves.is_over(self._ref):
+            self._saves.give_up(self._ref, error)
+
+    def waited(self, waited_s: float) -> None:
+        """Note how long the guard has kept a thread."""
+        self._handle.add_guard(waited_s)
+
+
 class Saves:
     """See the module's docstring.
 

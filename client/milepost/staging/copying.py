@@ -1,15 +1,14 @@
-"""Copying behind forward and backward: the copy, the guard, the check.
+"""One background copy: what it does on each device, and who waits for its end.
 
-Owns the background copy of what optimizers change (`selection` finds it), the hook that keeps the
-next step from overtaking the copy, and the samples that find a copy that was overtaken all the
-same. It must not know of daemons, plans or slots: where things go comes as views of an image, and
-how a copy ended goes to a callback.
+Owns the order in which a copy is made, the moment from which its sources may change, and the check
+by samples that finds a copy that was overtaken. It must not know of optimizers, layouts or slots:
+it copies pairs of tensors, and a callback hears how it ended.
 
-Host memory is the plain case: work is done where it is given, and who waits, waits on the host. A
-device has queues; there work is only given to a side stream, and who waits, is a stream.
+In host memory work is done where it is given, and whoever waits, waits on the host. A device has
+queues: work is only given to a side stream, and whoever waits is a stream.
 
-Sources: torch/optim/optimizer.py (`profile_hook_step`), torch/cuda/streams.py, the notes on CUDA
-semantics and `Tensor.record_stream` in torch's manual (2.13).
+Sources: torch/cuda/streams.py, the notes on CUDA semantics and `Tensor.record_stream` in torch's
+manual (2.13).
 """
 
 from __future__ import annotations
@@ -20,59 +19,28 @@ import logging
 import os
 import threading
 import time
-import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from milepost.concurrency.collector import collector_paused
 from milepost.errors import MilepostError, SaveFailed
 from milepost.staging.gathering import CHUNK_TENSORS, Copies, Gathering
-from milepost.staging.layouts import TensorColumns
 from milepost.staging.sampling import Sampler
-from milepost.staging.selection import Optimizers, Selection, Selector, Spans, stepped
-from milepost.staging.streams import Streams, default_streams
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
-    from milepost.state.items import Items
+from milepost.staging.selection import Spans
+from milepost.staging.streams import Streams
 
 log = logging.getLogger("milepost")
 
 CHUNK_BYTES: Final = 64 << 20
 """What one call copies, unless one tensor is larger: enough to be bound by memory, and short."""
 
-EARLY_MAX: Final = 128
-"""Tensors that are sampled before `save()` returns too: each costs a microsecond or two there."""
-
-CLONE_BYTES_MAX: Final = 256 << 20
-"""Device memory that a save may take for clones of what is not guarded. What does not fit is copied
-before `save()` returns, which waits for the device."""
-
-
 GUARD_HINT: Final = (
     "call ck.guard() before changing parameters outside optimizer.step(), or use staging='blocking'"
 )
-
-
-class Split(NamedTuple):
-    """The tensors of a layout by how they are copied, each by its position in the layout."""
-
-    now: list[int]
-    """Before `save()` returns."""
-    guarded: list[int]
-    """In the background: an optimizer's."""
-    cloned: list[int]
-    """In the background, from a clone on their device: not an optimizer's, but on a device."""
-
-
-# --- one copy -----------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -378,283 +346,3 @@ class Copy:
             "something other than a step of the given optimizers changed them",
             GUARD_HINT,
         )
-
-
-# --- the guard ----------------------------------------------------------------------------------
-
-_hook_lock: Final = threading.Lock()
-_armed: Final[weakref.WeakSet[Overlap]] = weakref.WeakSet()
-_hook: RemovableHandle | None = None
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for each in list(_armed):
-        each.before_step(optimizer)
-
-
-def _arm(overlap: Overlap) -> None:
-    """Have `before_step` called before any torch optimizer's step in this process."""
-    global _hook
-    with _hook_lock:
-        _armed.add(overlap)
-        if _hook is None:
-            # Compiled steps leave their graph for it: traced, the wait would become a constant.
-            _hook = register_optimizer_step_pre_hook(
-                torch.compiler.disable(_before_step)  # type: ignore[no-untyped-call]
-            )
-
-
-def _disarm(overlap: Overlap) -> None:
-    global _hook
-    with _hook_lock:
-        _armed.discard(overlap)
-        if not _armed and _hook is not None:
-            _hook.remove()
-            _hook = None
-
-
-class _Kept(NamedTuple):
-    """What the copies of one layout from one device share."""
-
-    made_for: Any
-    early: Sampler
-    early_picked: range
-    late: Sampler
-    gathering: Gathering | None
-
-
-class Overlap:
-    """Runs the background copies of one Checkpointer, one at a time.
-
-    Args:
-        optimizer: one or several.
-        streams: the queues of a device.
-
-    Raises UsageError for optimizers that cannot be guarded.
-
-    Threads: `before_step` and `guard` are for any thread; the rest is the trainer's.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizers | None,
-        streams: Callable[[torch.device], Streams] = default_streams,
-    ) -> None:
-        self._selector = Selector(optimizer)
-        self._streams_of = streams
-        self._streams: dict[torch.device, Streams] = {}
-        self._kept: dict[torch.device, _Kept] = {}
-        """By device, of the last layout."""
-        self._split: tuple[frozenset[int], Sequence[int], Split] = (
-            frozenset(),
-            (),
-            Split([], [], []),
-        )
-        """Of host memory, the last one: what it was made from, and itself."""
-        self._copy: Copy | None = None
-        # One thread for all copies: whoever starts one waits until it runs, which takes
-        # milliseconds where every core computes. The interpreter waits for what was submitted, not
-        # for more to come: no copy is stopped within torch.
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="milepost-copy")
-
-    def arm(self) -> None:
-        """Begin to guard steps, and have a thread ready."""
-        _arm(self)
-        with contextlib.suppress(RuntimeError):  # then saves do without
-            self._executor.submit(copy_with_one_thread)
-
-    # --- before the copy
-
-    def select(self, items: Items) -> Selection:
-        """See `Selector.select`."""
-        return self._selector.select(items)
-
-    def split(self, selection: Selection, items: Items, chosen: Sequence[int]) -> Split:
-        """Decide how each tensor of a layout is copied. `chosen` are its items, by position."""
-        devices, sources, late = items.devices, items.sources, selection.items
-        if set(devices) <= {"cpu", ""}:
-            known_late, known_chosen, split = self._split
-            if known_late is not late or known_chosen is not chosen:
-                split = Split([], [], [])
-                for position, item in enumerate(chosen):
-                    (split.guarded if item in late else split.now).append(position)
-                self._split = late, chosen, split
-            return split
-        # Beside a device the host runs ahead: it changes its own tensors long before the device
-        # has come to the step that the hook announced.
-        split, room = Split([], [], []), CLONE_BYTES_MAX
-        for position, item in enumerate(chosen):
-            if devices[item] == "cpu":
-                split.now.append(position)
-            elif item in late:
-                split.guarded.append(position)
-            elif sources[item].nbytes <= room:
-                room -= sources[item].nbytes
-                split.cloned.append(position)
-            else:
-                split.now.append(position)
-        return split
-
-    # --- the copy
-
-    def prepare(
-        self,
-        selection: Selection,
-        items: Items,
-        layout: TensorColumns,
-        targets: Sequence[torch.Tensor | None],
-        image: memoryview,
-    ) -> None:
-        """Make what the saves of a layout share, so that the first one is as cheap as any.
-
-        Takes what `start()` takes, and reads no tensor.
-        """
-        split = self.split(selection, items, layout.items)
-        for part in self._parts(split._replace(cloned=[]), items, layout, targets, image):
-            part.make_room()
-            part.let_go()
-
-    def start(
-        self,
-        selection: Selection,
-        split: Split,
-        items: Items,
-        layout: TensorColumns,
-        targets: Sequence[torch.Tensor | None],
-        image: memoryview,
-        on_end: Callable[[MilepostError | None], None],
-        on_waited: Callable[[float], None] = lambda waited_s: None,
-    ) -> None:
-        """Copy in the background what is guarded or cloned; call `on_end` when that has ended.
-
-        Args:
-            selection, split: what `select()` and `split()` returned.
-            items, layout: the state's, and where its tensors lie in the image.
-            targets: a view of the image for each tensor of the layout.
-            image: the slot's bytes.
-            on_end, on_waited: see `Copy`.
-        """
-        parts = self._parts(split, items, layout, targets, image)
-        copy = Copy(parts, selection.spans, on_end, on_waited)
-        copy.begin()
-        # First of all, since the thread may have run before `start` returns, or is interrupted.
-        self._copy = copy
-        try:
-            copy.start(self._executor)
-        except BaseException:
-            copy.cancel()
-            raise
-
-    def _parts(
-        self,
-        split: Split,
-        items: Items,
-        layout: TensorColumns,
-        targets: Sequence[torch.Tensor | None],
-        image: memoryview,
-    ) -> list[DevicePart]:
-        chosen, sources, keys = layout.items, items.sources, items.keys
-        whole = torch.frombuffer(image, dtype=torch.uint8) if len(image) else None
-        by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
-        guarded = [position for position in split.guarded if targets[position] is not None]
-        if all(items.devices[chosen[position]] == "cpu" for position in guarded[:1]):
-            if guarded:
-                by_device[torch.device("cpu")] = guarded
-        else:
-            for position in guarded:
-                by_device[sources[chosen[position]].device].append(position)
-        parts = {}
-        for device, positions in by_device.items():
-            part = parts[device] = DevicePart(self._queues(device), whole)
-            own = [chosen[position] for position in positions]
-            part.keys = [keys[item] for item in own]
-            part.sources = [sources[item] for item in own]
-            part.targets = [target for position in positions
-                            if (target := targets[position]) is not None]  # fmt: skip
-            self._set_kept(part, device, layout, tuple(positions))
-        for position in split.cloned:
-            target, source = targets[position], sources[chosen[position]].detach()
-            if target is not None:
-                part = parts.setdefault(
-                    source.device, DevicePart(self._queues(source.device), whole)
-                )
-                clone = torch.empty_like(source)
-                part.streams.here(_copier(clone, source))
-                part.targets.append(target)
-                part.sources.append(clone)
-        return list(parts.values())
-
-    def _queues(self, device: torch.device) -> Streams:
-        found = self._streams.get(device)
-        if found is None:
-            found = self._streams[device] = self._streams_of(device)
-        return found
-
-    def _set_kept(
-        self,
-        part: DevicePart,
-        device: torch.device,
-        layout: TensorColumns,
-        positions: tuple[int, ...],
-    ) -> None:
-        """Give a part what is kept from save to save while the layout stays."""
-        made_for = (positions, layout.sizes, layout.dtypes, layout.payloads_at)
-        known = self._kept.get(device)
-        if known is None or known.made_for != made_for:
-            picked = range(0, len(positions), -(-len(positions) // EARLY_MAX))
-            is_host = not part.streams.gathers
-            early = _sampler(layout, [positions[index] for index in picked])
-            late = _sampler(layout, positions)
-            gathering = None
-            if not is_host and part.image is not None:
-                gathering = Gathering(layout, positions, part.image, part.sources[0].device)
-            known = self._kept[device] = _Kept(made_for, early, picked, late, gathering)
-        _, part.early, part.early_picked, part.late, part.gathering = known
-
-    # --- the guard
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Hold a step that changes what is being copied."""
-        copy = self._copy
-        if copy is None or copy.has_ended:
-            return
-        is_ours = any(optimizer is each for each in self._selector.optimizers)
-        if is_ours or copy.spans.meet(stepped(optimizer)):
-            copy.hold()
-
-    def guard(self) -> None:
-        """Hold the caller until the guarded tensors may change."""
-        copy = self._copy
-        if copy is not None:
-            copy.hold()
-
-    def settle(self) -> None:
-        """Return once no copy is under way, and what came of the last one was told."""
-        # Forgotten afterwards only: another thread's step must find it meanwhile, and so must the
-        # next call if this one is interrupted.
-        if self._copy is not None:
-            self._copy.join()
-        self._copy = None
-
-    def close(self) -> None:
-        """Settle, and guard no more."""
-        self.settle()
-        _disarm(self)
-        self._executor.shutdown(wait=False)
-
-
-def _sampler(layout: TensorColumns, positions: Iterable[int]) -> Sampler:
-    chosen = list(positions)
-    return Sampler(
-        [layout.sizes[position] for position in chosen],
-        [dtype for position in chosen if (dtype := layout.dtypes[position]) is not None],
-        [layout.payloads_at[position] for position in chosen],
-    )
-
-
-def _copier(clone: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
-    def copy() -> None:
-        with torch.no_grad():
-            clone.copy_(source)
-
-    return copy

@@ -19,40 +19,56 @@ from torch.optim import optimizer as torch_optimizer
 
 from milepost.errors import MilepostError, UsageError
 from milepost.memory.arena import Slot
-from milepost.staging import overlap as under_test
-from milepost.staging.overlap import EARLY_MAX, Overlap, copy_with_one_thread
+from milepost.staging import copying, division
+from milepost.staging.behind import BehindFilling, BehindStaging
+from milepost.staging.copying import copy_with_one_thread
+from milepost.staging.division import EARLY_MAX
 from milepost.staging.pinning import NoPinner
 from milepost.staging.sampling import Sampler
-from milepost.staging.stager import Stager
+from milepost.staging.stager import StagedImage, Stager
 from milepost.staging.streams import HostStreams, Streams, default_streams
 from milepost.state.collecting import collect
 from milepost.state.fingerprint import fingerprint
 from milepost.state.flattening import flatten
 from milepost.state.items import Items
+from milepost.wire.messages import SaveRef
 
 END_S = 20.0
 """How long a copy of these sizes may take on a busy machine."""
 
 
 class Bench:
-    """One stager and one Overlap, and what came of the last copy."""
+    """One stager and one BehindStaging, and what came of the last copy."""
 
     def __init__(
         self, optimizer: Any, streams: Callable[[torch.device], Streams] = default_streams
     ) -> None:
-        self.overlap = Overlap(optimizer, streams)
-        self.overlap.arm()
+        self.staging = BehindStaging(optimizer, streams)
+        self.staging.arm()
         self.stager = Stager("job", 1, 0, pinner=NoPinner())
         self.errors: list[MilepostError | None] = []
         self.waited_s: list[float] = []
         self.slot: Slot | None = None
         self.keys: list[str] = []
 
+    # --- as the staging's listener
+
+    def staged(self, image: StagedImage) -> None:
+        self.errors.append(None)
+
+    def failed(self, error: MilepostError) -> None:
+        self.errors.append(error)
+
+    def waited(self, waited_s: float) -> None:
+        self.waited_s.append(waited_s)
+
+    # --- as a Checkpointer
+
     def save(self, state: dict[str, Any], *, device_keys: str = "") -> dict[str, list[str]]:
         """Start a save; return how each key is copied. Keys that begin with `device_keys`, if that
         is given, are taken as being on a device.
         """
-        self.overlap.settle()
+        self.staging.settle()
         flat, paths = flatten(state)
         items = collect(flat, paths)
         if device_keys:
@@ -65,26 +81,20 @@ class Bench:
     def prepare(self, state: dict[str, Any]) -> None:
         items = collect(*flatten(state))
         self.stager.lay_out(items, range(len(items)), fingerprint(items))
-        slot, layout = self.stager.slots[0], self.stager.layout
-        assert layout is not None
-        self.overlap.prepare(
-            self.overlap.select(items), items, layout.tensors, self.stager.targets(slot), slot.image
-        )
+        self.staging.choose(items).prepare(self.stager)
 
     def _start(self, items: Items) -> dict[str, list[str]]:
         self.stager.lay_out(items, range(len(items)), fingerprint(items))
-        selection = self.overlap.select(items)
-        slot, _ = self.stager.begin(self.stager.free_slots()[0], items)
+        filling = self.staging.choose(items)
         layout = self.stager.layout
         assert layout is not None
-        columns = layout.tensors
-        split = self.overlap.split(selection, items, columns.items)
-        self.stager.copy(slot, items, split.now)
-        self.slot, self.keys = slot, [items.keys[item] for item in columns.items]
-        self.overlap.start(
-            selection, split, items, columns, self.stager.targets(slot), slot.image,
-            self.errors.append, self.waited_s.append,
-        )  # fmt: skip
+        self.keys = [items.keys[item] for item in layout.tensors.items]
+        self.slot = self.stager.free_slots()[0]
+        ref = SaveRef(job="job", save_id="1-1", step=1, name="step_1")
+        assert isinstance(filling, BehindFilling)
+        chosen = layout.tensors.items
+        split = self.staging.division.split(filling._selection, items, chosen)
+        assert not filling.fill(self.stager, self.slot, ref, None, self)
         return {
             kind: [self.keys[position] for position in positions]
             for kind, positions in split._asdict().items()
@@ -92,7 +102,7 @@ class Bench:
 
     def image(self) -> dict[str, torch.Tensor]:
         """What the last save's image holds, by key, once its copy has ended."""
-        self.overlap.settle()
+        self.staging.settle()
         assert self.slot is not None
         return {
             key: torch.tensor([]) if target is None else target.clone()
@@ -104,7 +114,7 @@ class Bench:
         self.slot.release()
 
     def close(self) -> None:
-        self.overlap.close()
+        self.staging.close()
         self.stager.close()
 
 
@@ -246,7 +256,7 @@ def test_what_prepare_made_serves_every_save(
     def unexpected(*arguments: Any) -> Any:
         raise AssertionError("a save makes again what prepare() has made")
 
-    monkeypatch.setattr(under_test, "Sampler", unexpected)
+    monkeypatch.setattr(division, "Sampler", unexpected)
     monkeypatch.setattr(Sampler, "_make_rows", unexpected)
     for step in range(3):
         _step(optimizer, parameters)
@@ -353,13 +363,13 @@ def test_another_optimizer_waits_if_it_steps_what_is_copied_and_only_then(
     _step(stranger, others)  # returns although the gate is shut
     assert made.errors == []
     held: list[int] = []
-    copy = made.overlap._copy
+    copy = made.staging._copy
     assert copy is not None
     copy.hold = lambda: held.append(1)  # type: ignore[method-assign]
     _step(torch.optim.SGD([parameters[1]], lr=0), [parameters[1]])
     assert held == [1]
     gated.gate.set()
-    made.overlap.settle()
+    made.staging.settle()
     assert made.errors == [None]
 
 
@@ -367,11 +377,11 @@ def test_guard_waits_and_tells_how_long(bench: MakeBench, gated: GatedStreams) -
     parameters = _model()
     optimizer = _sgd(parameters)
     made = bench(optimizer, lambda _: gated)
-    made.overlap.guard()  # nothing to wait for
+    made.staging.guard()  # nothing to wait for
     made.save(_state(parameters, optimizer))
     opener = threading.Timer(0.02, gated.gate.set)
     opener.start()
-    made.overlap.guard()
+    made.staging.guard()
     assert gated.gate.is_set()
     with torch.no_grad():
         parameters[1].add_(10)
@@ -385,7 +395,7 @@ def test_guard_waits_and_tells_how_long(bench: MakeBench, gated: GatedStreams) -
 def test_the_hook_is_there_once_for_all_and_goes_with_the_last() -> None:
     hooks = torch_optimizer._global_optimizer_pre_hooks
     before = len(hooks)
-    first, second = (Overlap(_sgd(_model(1))) for _ in range(2))
+    first, second = (BehindStaging(_sgd(_model(1))) for _ in range(2))
     first.arm()
     second.arm()
     assert len(hooks) == before + 1
@@ -430,7 +440,7 @@ def test_a_change_of_everything_before_the_copy_began_is_found(
         for parameter in parameters:
             parameter.add_(1)
     gated.gate.set()
-    made.overlap.settle()
+    made.staging.settle()
     (error,) = made.errors
     assert error is not None
     assert error.code == "torn-snapshot"
@@ -453,7 +463,7 @@ def test_a_change_of_one_tensor_after_its_copy_is_found_and_the_next_save_is_sou
     gated.after = change
     gated.gate.set()
     made.save(_state(parameters, optimizer))
-    made.overlap.settle()
+    made.staging.settle()
     (error,) = made.errors
     assert error is not None
     assert "1 of 256 overlapped tensors changed while they were copied, 'model.p3'" in str(error)
@@ -467,12 +477,12 @@ def test_a_storage_replaced_before_its_copy_is_found(bench: MakeBench, gated: Ga
     parameters = _model()
     optimizer = torch.optim.SGD(parameters, lr=1)
     made, may_begin = bench(optimizer, lambda _: gated), threading.Event()
-    made.overlap._executor.submit(may_begin.wait)
+    made.staging._executor.submit(may_begin.wait)
     made.save(_state(parameters, optimizer))
     parameters[2].data = parameters[2].data.clone().add_(1)
     may_begin.set()
     gated.gate.set()
-    made.overlap.settle()
+    made.staging.settle()
     assert [error and error.code for error in made.errors] == ["torn-snapshot"]
 
 
@@ -491,11 +501,11 @@ def test_a_storage_that_is_freed_before_its_copy_is_found(bench: MakeBench) -> N
     parameters = _model()
     optimizer = torch.optim.SGD(parameters, lr=1)
     made, may_begin = bench(optimizer), threading.Event()
-    made.overlap._executor.submit(may_begin.wait)
+    made.staging._executor.submit(may_begin.wait)
     made.save(_state(parameters, optimizer))
     parameters[1].untyped_storage().resize_(0)
     may_begin.set()
-    made.overlap.settle()
+    made.staging.settle()
     assert [error and error.code for error in made.errors] == ["torn-snapshot"]
 
 
@@ -508,19 +518,38 @@ def test_a_failure_of_the_copy_ends_the_save_and_lets_the_guard_go(bench: MakeBe
     optimizer = torch.optim.SGD(parameters, lr=1)
     made = bench(optimizer, lambda _: Broken())
     made.save(_state(parameters, optimizer))
-    made.overlap.guard()
-    made.overlap.settle()
+    made.staging.guard()
+    made.staging.settle()
     (error,) = made.errors
     assert error is not None
     assert error.code == "internal"
     assert "RuntimeError('no')" in error.message
 
 
+def test_an_image_that_cannot_be_sealed_fails_its_save_and_gives_the_slot_back(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> StagedImage:
+        raise RuntimeError("no")
+
+    parameters = _model()
+    optimizer = torch.optim.SGD(parameters, lr=1)
+    made = bench(optimizer)
+    monkeypatch.setattr(Stager, "seal", refuse)
+    made.save(_state(parameters, optimizer))
+    made.staging.settle()
+    (error,) = made.errors
+    assert error is not None
+    assert "internal" == error.code
+    assert "could not be sealed: RuntimeError('no')" in error.message
+    assert 2 == len(made.stager.free_slots())
+
+
 def test_a_step_waits_although_another_thread_waits_for_the_copy_too(
     bench: MakeBench, gated: GatedStreams
 ) -> None:
     parameters, optimizer, made = _begun(bench, gated)
-    settling = threading.Thread(target=made.overlap.settle)
+    settling = threading.Thread(target=made.staging.settle)
     settling.start()
     stepping = threading.Thread(target=_step, args=(optimizer, parameters))
     stepping.start()
@@ -548,7 +577,7 @@ def test_without_a_thread_the_copy_is_made_at_once(
         patched.setattr(threading.Thread, "start", fail)
         made = bench(optimizer)
         if is_shut:
-            made.overlap._executor.shutdown()
+            made.staging._executor.shutdown()
         made.save(_state(parameters, optimizer))
         assert made.errors == [None]
     assert threads == torch.get_num_threads()
@@ -571,7 +600,7 @@ def test_an_interrupt_of_a_copy_without_a_thread_goes_through(
     parameters = _model()
     optimizer = torch.optim.SGD(parameters, lr=1)
     made = bench(optimizer, lambda _: Interrupted())
-    made.overlap._executor.shutdown()
+    made.staging._executor.shutdown()
     with pytest.raises(KeyboardInterrupt):
         made.save(_state(parameters, optimizer))
     assert ["internal"] == [error and error.code for error in made.errors]
@@ -585,8 +614,8 @@ def test_whoever_is_told_of_the_end_may_close(bench: MakeBench) -> None:
 
     class Errors(list[Any]):
         def append(self, error: Any) -> None:
-            made.overlap.settle()
-            made.overlap.close()
+            made.staging.settle()
+            made.staging.close()
             told.set()
 
     made.errors = Errors()
@@ -629,9 +658,9 @@ def test_an_interrupt_while_a_copy_begins_keeps_nobody_for_ever(
         patched.setattr(ThreadPoolExecutor, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             made.save(_state(parameters, optimizer))
-    made.overlap.guard()
+    made.staging.guard()
     _step(optimizer, parameters)
-    made.overlap.settle()
+    made.staging.settle()
     assert made.slot is not None
     made.slot.release()
     made.save(_state(parameters, optimizer))
@@ -644,7 +673,7 @@ def test_a_forked_child_is_not_held_by_its_parents_copy(
     _, _, made = _begun(bench, gated)
     child = os.fork()
     if not child:
-        made.overlap.guard()
+        made.staging.guard()
         os._exit(7)
     _, status = os.waitpid(child, 0)
     assert 7 == os.waitstatus_to_exitcode(status)
@@ -677,11 +706,11 @@ def test_the_copying_thread_uses_no_other_and_leaves_the_trainers_alone() -> Non
 
 
 def test_many_tensors_and_bytes_go_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_test, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(under_test, "CHUNK_TENSORS", 3)
+    monkeypatch.setattr(copying, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(copying, "CHUNK_TENSORS", 3)
     sizes = [1, 1, 1, 1, 25, 30, 1]
     tensors = [torch.zeros(size) for size in sizes]
-    chunks = [out_of for _, out_of in under_test._chunks(tensors, tensors)]
+    chunks = [out_of for _, out_of in copying._chunks(tensors, tensors)]
     assert [tensors[:3], tensors[3:5], tensors[5:6], tensors[6:]] == chunks
 
 
@@ -835,7 +864,7 @@ def test_on_a_device_a_step_that_nobody_announced_is_found(bench: MakeBench) -> 
     device.launch(_add(parameters[1]))
     assert device.is_given.wait(END_S)
     device.run(compute_first=True)
-    made.overlap.settle()
+    made.staging.settle()
     assert [error and error.code for error in made.errors] == ["torn-snapshot"]
 
 
@@ -850,21 +879,23 @@ def test_host_tensors_are_copied_at_once_beside_a_device(bench: MakeBench) -> No
     assert "optimizer.0.step" in found["now"]
     assert device.is_given.wait(END_S)
     device.run(compute_first=True)
-    made.overlap.settle()
+    made.staging.settle()
     assert made.errors == [None]
 
 
 def test_clones_take_no_more_device_memory_than_is_allowed(
     bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(under_test, "CLONE_BYTES_MAX", 100)
+    monkeypatch.setattr(division, "CLONE_BYTES_MAX", 100)
     parameters = _model(1)
     optimizer = torch.optim.SGD(parameters, lr=1)
-    overlap = bench(optimizer, lambda _: FakeDevice()).overlap
+    staging = bench(optimizer, lambda _: FakeDevice()).staging
     flat, paths = flatten({"p": parameters[0], "a": torch.zeros(16), "b": torch.zeros(16)})
     items = collect(flat, paths)
     items.devices = ["cuda"] * 3
-    split = overlap.split(overlap.select(items), items, range(3))
+    filling = staging.choose(items)
+    assert isinstance(filling, BehindFilling)
+    split = staging.division.split(filling._selection, items, range(3))
     assert split == ([2], [0], [1])
 
 
@@ -901,5 +932,5 @@ def test_on_cuda_an_unannounced_step_is_found(bench: MakeBench) -> None:
     made.save(_state(parameters, optimizer))
     with torch.no_grad():
         torch._foreach_add_(list[torch.Tensor](parameters), 1)
-    made.overlap.settle()
+    made.staging.settle()
     assert [error and error.code for error in made.errors] == ["torn-snapshot"]

@@ -1,0 +1,92 @@
+"""How a state gets into an image: the interface of the two ways, at once and behind the next step.
+
+Owns no more than the interface. `blocking` and `behind` implement it; a `Checkpointer` knows only
+this.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from milepost.errors import MilepostError
+    from milepost.memory.arena import Slot
+    from milepost.staging.stager import StagedImage, Stager
+    from milepost.state.items import Items
+    from milepost.wire.messages import SaveRef
+
+
+class Listener(Protocol):
+    """Hears how an image turns out. Called on the trainer's thread or on the one that copies."""
+
+    def staged(self, image: StagedImage) -> None:
+        """The image is complete and sealed."""
+
+    def failed(self, error: MilepostError) -> None:
+        """The image cannot be completed; its slot is free."""
+
+    def waited(self, waited_s: float) -> None:
+        """The guard has kept a thread for so long."""
+
+
+class Filling(ABC):
+    """One state on its way into an image. Its tensors are referred to until it is there."""
+
+    @abstractmethod
+    def prepare(self, stager: Stager) -> None:
+        """Make what the first `fill` under the layout in force would make. Reads no tensor."""
+
+    @abstractmethod
+    def fill(
+        self,
+        stager: Stager,
+        slot: Slot,
+        save: SaveRef,
+        objects: Mapping[int, bytes] | None,
+        listener: Listener,
+    ) -> bool:
+        """Copy the state into a free slot of the layout in force.
+
+        Args:
+            stager: fills images; nobody else uses it until `Staging.settle` returns.
+            slot: another one is used if the arena has to grow for the objects.
+            save: whose image it is.
+            objects: those already serialised for this save, by item.
+            listener: hears of the end exactly once, unless this raises.
+
+        Returns whether the image is complete; if not, the listener hears of it later.
+        Raises as `Stager.stage` does; the slot is free then.
+        """
+
+
+class Staging(ABC):
+    """One way of staging, for all saves of a Checkpointer.
+
+    Threads: `guard` is for any thread, the rest is the trainer's.
+    """
+
+    @abstractmethod
+    def arm(self) -> None:
+        """Get ready for the first save."""
+
+    @abstractmethod
+    def choose(self, items: Items) -> Filling:
+        """Decide how each tensor of a state is copied.
+
+        Raises UsageError, naming the key or the parameter, for what cannot be copied this way.
+        """
+
+    @abstractmethod
+    def guard(self) -> None:
+        """Wait until what is being copied may change."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until nothing is being copied, and the listener has heard of it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Settle, for good. Idempotent."""
