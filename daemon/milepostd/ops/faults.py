@@ -1,9 +1,8 @@
 """Fault points: places where a test can make the daemon misbehave.
 
-Owns the names of points and actions, their parsing and their effect. A point fires once per save
-and node. What sleeps or is held is the step of the save that met the point, never the loop. Which
-step stands at which point is the runtime's business. Source: CONTRACT "Fault points", kept in
-docs/operations.md.
+Owns the names of points and actions, how they are parsed and what they do. A point fires once per
+save and node. `sleep` and `hold` delay only the work that met the point, never the loop. The
+executors say where each point is. docs/operations.md lists points and actions.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ POINTS: Final = (
     "after-publish",
     "before-committed",
 )
-"""In the order in which a save meets them."""
+"""In the order in which a save passes them."""
 
 _ERRNOS: Final = {
     "enospc": errno.ENOSPC,
@@ -44,8 +43,8 @@ _ERRNOS: Final = {
     "eio": errno.EIO,
     "estale": errno.ESTALE,
 }
-"""Actions that are a file system's answers: full, over its quota, broken, away for a moment. The
-last one passes, so that what it struck is tried again, with a new file."""
+"""Actions that raise what a file system may answer: full, over quota, broken, away for a moment.
+The last one may pass, so the work that met it is tried again, with a new file."""
 
 ACTIONS: Final = ("kill", "stop", "raise", "sleep", "hold", *_ERRNOS)
 
@@ -58,30 +57,30 @@ _log = logging.getLogger(__name__)
 
 
 class Fault(NamedTuple):
-    """What shall happen at a point."""
+    """What happens at a point."""
 
     point: str
     action: str
     sleep_s: float = 0.0
-    """Of the action `sleep`."""
+    """Seconds that `sleep` takes."""
     step: int | None = None
-    """Only to saves of this step of the trainer; None: to every save."""
+    """Happens only to saves of this training step; None: to every save."""
     file: str = ""
-    """Of the action `hold`: the save goes on once it is there."""
+    """`hold` waits until this file exists."""
 
     def pauses_s(self) -> Iterator[float]:
-        """Yield for how long to wait, piece by piece, before the save may go on."""
+        """Yield one pause after the other, in seconds, until the save may go on."""
         while self.action == "hold" and not os.path.exists(self.file):
             yield HOLD_LOOK_S
         yield self.sleep_s
 
 
 class InjectedFault(MilepostError):
-    """What the action `raise` raises: an error the daemon did not foresee."""
+    """What the action `raise` raises: an error that the daemon does not expect."""
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Read `point:action[:argument][@step]`, separated by commas; empty text is no fault. Raises
+    """Read a list of `point:action[:argument][@step]`, separated by commas; it may be empty. Raises
     UsageError.
     """
     faults: list[Fault] = []
@@ -123,11 +122,11 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
 
 
 class FaultPoints:
-    """The faults of one daemon, and which of them have fired. Safe to use from any thread.
+    """The faults of one daemon, and which of them have fired. Thread-safe.
 
     Args:
-        faults: what to do; several at one point happen in their order.
-        send_signal: `os.kill`, unless a test looks on.
+        faults: what to do; several at one point happen in this order.
+        send_signal: `os.kill`; a test may put a fake in its place.
     """
 
     def __init__(
@@ -140,11 +139,11 @@ class FaultPoints:
         self._lock = threading.Lock()
 
     async def at(self, point: str, save: SaveRef) -> None:
-        """Let what is planned for this point happen to this save; for the loop's own thread.
+        """Do to this save what is planned for this point. Call it on the loop.
 
         Raises:
             InjectedFault: for `raise`.
-            OSError: ENOSPC, EDQUOT, EIO or ESTALE, for the actions of these names.
+            OSError: ENOSPC, EDQUOT, EIO or ESTALE, for the actions with these names.
         """
         for fault in self._due(point, save):
             with self._held(fault, save):
@@ -153,7 +152,7 @@ class FaultPoints:
             self._strike(fault)
 
     def at_blocking(self, point: str, save: SaveRef) -> None:
-        """Do the same from a writer thread, which waits itself. Raises what `at` raises."""
+        """Do the same on a writer thread, and block it if need be. Raises what `at` raises."""
         for fault in self._due(point, save):
             with self._held(fault, save):
                 for pause_s in fault.pauses_s():
@@ -161,13 +160,13 @@ class FaultPoints:
             self._strike(fault)
 
     def holding(self, job: str, save_id: str) -> str | None:
-        """Return the name of the point that holds this save, for its status sentence."""
+        """Return the point that this save waits at now, for its status sentence."""
         with self._lock:
             points = self._holding.get((job, save_id))
             return points[-1] if points else None
 
     def _due(self, point: str, save: SaveRef) -> Iterator[Fault]:
-        """Yield what is to happen now, logged and marked as fired each just before."""
+        """Yield each fault that is to happen now. It is logged and marked as fired before that."""
         for index, fault in enumerate(self._faults):
             if fault.point != point or fault.step not in (None, save.step):
                 continue

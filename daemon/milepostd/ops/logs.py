@@ -1,8 +1,8 @@
-"""Log lines: set-up, form and the names of their fields.
+"""Log lines: set-up, format and the names of their fields.
 
-A message is a dotted event, noun first, past tense (`save.committed`); everything else is a field
-from `FIELDS`. Lines go to stderr, as JSON objects or for people. The rest of the daemon uses the
-standard `logging` and passes `extra={"fields": {...}}`, or calls `emit`.
+The message is an event's dotted name, noun first, in the past tense (`save.committed`). All else is
+a field from `FIELDS`. Lines go to stderr, as JSON objects or as text for people. The rest of the
+daemon uses the standard `logging` with `extra={"fields": {...}}`, or calls `emit`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FIELDS: Final = frozenset(
         "text", "traceback", "type", "version", "wait_s", "world",
     }
 )  # fmt: skip
-"""Every field a line may have beside `at`, `level`, `event`; docs/operations.md says what they
-mean."""
+"""All fields that a line may have besides `at`, `level` and `event`. docs/operations.md says what
+they mean."""
 
 LEVELS: Final = {
     "debug": logging.DEBUG,
@@ -38,18 +38,18 @@ LEVELS: Final = {
 }
 
 FOLD_S: Final = 30.0
-"""A line equal to the one before is not written again for this long; then it is, with a count."""
+"""A line that repeats the one before is not written for this long; then it is, with a count."""
 
 _log = logging.getLogger("milepostd")
 
 
 def setup(log_format: str, level: str, stream: TextIO | None = None) -> None:
-    """Send all logging of the process to `stream` (stderr), once; a second call replaces the first.
+    """Send all logging of the process to `stream` (stderr). A second call replaces the first.
 
     Args:
         log_format: `json`, `text`, or `auto`: text if the stream is a terminal.
-        level: least severe level, a key of `LEVELS`.
-        stream: for tests.
+        level: the least severe level that is written, a key of `LEVELS`.
+        stream: where the lines go instead of stderr.
     """
     target = sys.stderr if stream is None else stream
     if log_format == "auto":
@@ -62,7 +62,7 @@ def setup(log_format: str, level: str, stream: TextIO | None = None) -> None:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(LEVELS[level])
-    # These tell at INFO what they serve, which our own events say better.
+    # These log at INFO what they serve; our own events say that better.
     for name in ("asyncio", "uvicorn", "uvicorn.error"):
         logging.getLogger(name).setLevel(max(LEVELS[level], logging.WARNING))
 
@@ -73,7 +73,7 @@ def emit(level: str, event: str, **fields: Any) -> None:
 
 
 def _parts(record: logging.LogRecord) -> tuple[str, dict[str, Any]]:
-    """Return a record's event and fields; what a library logs is the field `text` of
+    """Return a record's event and fields. What a library logs becomes the field `text` of the event
     `log.written`.
     """
     given: Mapping[str, Any] | None = getattr(record, "fields", None)
@@ -90,7 +90,7 @@ def _parts(record: logging.LogRecord) -> tuple[str, dict[str, Any]]:
 
 
 class JsonLines(logging.Formatter):
-    """A JSON object a line: `at` (UTC, RFC 3339), `level`, `event`, then the fields."""
+    """Formats a line as a JSON object: `at` (UTC, RFC 3339), `level`, `event`, then the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         event, fields = _parts(record)
@@ -100,8 +100,8 @@ class JsonLines(logging.Formatter):
 
 
 class ReadableLines(logging.Formatter):
-    """For people: local time, level, event, `name=value`; a traceback follows on lines of its
-    own.
+    """Formats a line for people: local time, level, event, `name=value`. A traceback follows on its
+    own lines.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -114,7 +114,7 @@ class ReadableLines(logging.Formatter):
 
 
 def _show(value: Any) -> str:
-    """Write a value so that the line stays one line and can be split again."""
+    """Quote a value where needed, so that the line stays one line and can be split at spaces."""
     if isinstance(value, float):
         return f"{value:.3f}"
     text = str(value)
@@ -122,9 +122,7 @@ def _show(value: Any) -> str:
 
 
 class Folding(logging.Filter):
-    """Hold back lines that say what the last one said; the next one written carries their
-    number.
-    """
+    """Holds back lines that repeat the last one. The next line that is written has their number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +132,7 @@ class Folding(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         fields: Mapping[str, Any] = getattr(record, "fields", {})
-        # Numbers such as elapsed seconds differ between lines that say the same.
+        # Floats, such as elapsed seconds, differ between lines that say the same.
         same = {name: value for name, value in fields.items() if not isinstance(value, float)}
         key = (record.levelno, record.getMessage(), str(same))
         if key == self._last and record.created - self._since < FOLD_S:

@@ -1,9 +1,9 @@
-"""Where the daemon may run and how loud it is: niceness, I/O class, cores.
+"""Which cores the daemon may use, its niceness and its I/O class.
 
-Owns the decision about cores (`choose_cores`, pure) and the effect of all three on the threads of
-this process and of its planner. All three belong to single threads on Linux and are inherited by
-what a thread starts: `settle` comes before there is a second one. What the system refuses is told
-once and changes nothing else: a daemon that is too loud is better than none. Knows no sessions.
+Owns the choice of cores (`choose_cores`, pure), and applies all three to the threads of this
+process and of its planner. On Linux all three belong to single threads, and a thread that is
+started inherits them: call `settle` while there is only one. What the system refuses is logged once
+and the daemon goes on: too loud a daemon is better than none. Knows no sessions.
 
 Sources: sched(7), setpriority(2), ioprio_set(2), sched_setaffinity(2), cpuset(7).
 """
@@ -22,13 +22,13 @@ from milepost.errors import UsageError
 from milepostd.ops.logs import emit
 
 CORES_MIN: Final = 2
-"""Fewer free cores than this are no place for the daemon: its planner may need a whole one for
-seconds, and heartbeats and writers must go on meanwhile. More writer threads do not need more: they
-mostly wait for the device."""
+"""The daemon confines itself to free cores only if there are at least this many. Its planner may use
+a whole core for seconds, and heartbeats and writers must go on meanwhile. More writer threads need
+no more cores, since they mostly wait for the device."""
 
 CORE_DIGITS_MAX: Final = 9
 CORE_NUMBER_MAX: Final = 8191
-"""No kernel is built for more. Numbers that a machine lacks are no error in an affinity mask."""
+"""No kernel supports more cores. An affinity mask may name cores that the machine does not have."""
 
 IO_CLASSES: Final = {
     "best-effort": (psutil.IOPRIO_CLASS_BE, 7),
@@ -37,24 +37,24 @@ IO_CLASSES: Final = {
 """Class and level of each value of `io_class` that is not `none`; 7 is the lowest level."""
 
 
-# --- the decision
+# --- the choice
 
 
 class Choice(NamedTuple):
-    """Cores and, in a sentence, why these."""
+    """The chosen cores, and the reason in a sentence."""
 
     cores: frozenset[int]
     reason: str
 
 
 def parse_cores(text: str) -> frozenset[int]:
-    """Read a list such as `8-11,14`. Raises UsageError for what is none."""
+    """Read a list such as `8-11,14`. Raises UsageError for anything else."""
     cores: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         numbers = (first, last) if dash else (first, first)
         if not all(
-            # `int` refuses digits by the thousand.
+            # `int` raises for thousands of digits.
             number.isascii() and number.isdigit() and len(number) <= CORE_DIGITS_MAX
             for number in numbers
         ):
@@ -87,12 +87,12 @@ def choose_cores(
     """Choose cores away from those that the trainers are pinned to, where enough are left.
 
     Args:
-        allowed: where the daemon may run at all.
-        trainers: the cores each trainer of this node may use; None where they cannot be seen.
-        siblings: the hardware threads of the core that this one belongs to, itself among them:
-            what one of them computes is taken from the others.
+        allowed: the cores that the daemon may use at all.
+        trainers: for each trainer of this node, the cores it may use; None if they are not known.
+        siblings: returns the hardware threads that share a physical core with this one, itself
+            among them. They slow each other down.
 
-    Returns all of `allowed` unless at least `CORES_MIN` of them are free of every trainer.
+    Returns all of `allowed` unless at least `CORES_MIN` of them are free of all trainers.
     """
     if not trainers:
         return Choice(allowed, "no trainer is connected")
@@ -122,7 +122,7 @@ _GONE: Final[frozenset[int]] = frozenset()
 
 
 class Host:
-    """The system calls of this module; a test puts another one in its place.
+    """The system calls of this module; tests put a fake in its place.
 
     Each raises OSError or psutil.Error for what the system refuses.
     """
@@ -131,19 +131,21 @@ class Host:
         self._siblings: dict[int, frozenset[int]] = {}
 
     def affinity(self, pid: int) -> frozenset[int]:
-        """The cores that a thread may use; of a process it is the first thread. 0: this one."""
+        """Return the cores that a thread may use. A process id stands for its first thread, 0 for
+        this thread.
+        """
         return frozenset(os.sched_getaffinity(pid))
 
     def set_affinity(self, pid: int, cores: Iterable[int]) -> None:
-        """Confine a thread; the kernel leaves out what the cpuset does not allow."""
+        """Confine a thread to cores; the kernel drops those that the cpuset does not allow."""
         os.sched_setaffinity(pid, cores)
 
     def threads(self, pid: int) -> list[int]:
-        """The ids of a process's threads."""
+        """Return the ids of a process's threads."""
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
 
     def siblings(self, core: int) -> frozenset[int]:
-        """The hardware threads of a core; itself alone where the system does not tell."""
+        """Return the hardware threads of a core; only itself if the system does not tell."""
         found = self._siblings.get(core)
         if found is None:
             found = frozenset((core,))
@@ -154,7 +156,7 @@ class Host:
         return found
 
     def niceness(self) -> int:
-        """The niceness of this thread."""
+        """Return the niceness of this thread."""
         return os.getpriority(os.PRIO_PROCESS, 0)
 
     def be_nice(self, nice: int) -> None:
@@ -165,15 +167,15 @@ class Host:
         """Make this process's session as nice as this thread, if the session is its own.
 
         Where the kernel groups tasks by session (`CONFIG_SCHED_AUTOGROUP`), niceness counts only
-        within a session, and a daemon that a trainer started has its own. In a session of
-        somebody else's it counts already, and the trainer may be in it.
+        within a session. A daemon that a trainer started has a session of its own. In somebody
+        else's session its niceness counts already, and that session may hold the trainer.
         """
         if os.getsid(0) == os.getpid():
             with suppress(FileNotFoundError):
                 Path("/proc/self/autogroup").write_text(str(self.niceness()))
 
     def io_class(self) -> int:
-        """The I/O class of the process's first thread, by the kernel's number."""
+        """Return the I/O class of the process's first thread, as the kernel's number."""
         return int(psutil.Process().ionice().ioclass)
 
     def set_io_class(self, io_class: int, level: int) -> None:
@@ -182,14 +184,14 @@ class Host:
 
 
 class DaemonPlacement:
-    """The daemon's place on its node. Belongs to the process's first thread.
+    """Where on its node the daemon runs, and how loudly. Use it on the process's first thread.
 
     Args:
         nice: added to the niceness that was inherited.
         io_class: a key of `IO_CLASSES`, or `none`: as it was inherited.
         cpus: `auto`, `all` or a list of cores.
-        is_embedded: a trainer has started this process, on the cores that are its own.
-        host: the system, unless a test looks on.
+        is_embedded: a trainer has started this process, on the trainer's own cores.
+        host: the system; a test may put a fake in its place.
     """
 
     def __init__(
@@ -202,14 +204,14 @@ class DaemonPlacement:
         self._host = host or Host()
         self._refused: set[str] = set()
         self._allowed: frozenset[int] = frozenset()
-        """Where the daemon may run at all, as it was at its start."""
+        """The cores that the daemon may use at all, as at its start."""
         self.choice = Choice(frozenset(), "")
-        """The cores in use now, and why these."""
+        """The cores in use now, and the reason."""
 
     def settle(self) -> None:
-        """Take niceness, I/O class and cores, for this thread and all that it starts from now on.
+        """Set niceness, I/O class and cores, for this thread and all that it starts from now on.
 
-        Call it before the process has a second thread, and once the log is set up.
+        Call it after the log is set up, and before the process has a second thread.
         """
         host = self._host
         if self._nice:
@@ -219,7 +221,7 @@ class DaemonPlacement:
             io_class, level = IO_CLASSES[self._io_class]
             self._try("io_class", lambda: host.set_io_class(io_class, level))
         if self._is_embedded or self._cpus != "auto":
-            # The mask of the rank that started us says where it trains, not where we may run.
+            # The inherited mask says where the rank that started us trains, not where we may run.
             self._try("cpus", lambda: host.set_affinity(0, range(CORE_NUMBER_MAX + 1)))
         self._allowed = self._cores_of(0) or frozenset()
         if self._cpus == "auto":
@@ -233,13 +235,13 @@ class DaemonPlacement:
             self.choice = Choice(self._cores_of(0) or frozenset(), why)
 
     def follow(self, trainers: Iterable[int | None], planner: int | None) -> None:
-        """Keep out of the way of these trainers, where `cpus` is `auto`.
+        """Move away from the cores of these trainers, if `cpus` is `auto`.
 
-        Cheap enough for every second: one system call a trainer, unless something has changed.
+        Cheap enough to call each second: one system call a trainer, unless something has changed.
 
         Args:
             trainers: process ids; None for one that cannot be seen from here.
-            planner: process id of the planner's child, which goes along.
+            planner: process id of the planner's child, which is moved too.
         """
         if self._cpus != "auto":
             return
@@ -253,12 +255,12 @@ class DaemonPlacement:
         self.choice = choice
         if moves:
             self.tell()
-        # Looked at each time: it may have been started just before the daemon moved.
+        # Check each time: the planner may have been started just before the daemon moved.
         if planner is not None and self._cores_of(planner) not in (None, _GONE, choice.cores):
             self._try("cpus", lambda: self._confine(planner, choice.cores))
 
     def picture(self) -> dict[str, Any]:
-        """What the status shows: what is in force, not what was asked for."""
+        """Return what is in force, which may not be what was asked for, for the status."""
         names = {int(number): name for name, (number, _) in IO_CLASSES.items()}
         io_class = "none"
         with suppress(OSError, psutil.Error):
@@ -286,7 +288,7 @@ class DaemonPlacement:
             return None
 
     def _confine(self, pid: int, cores: frozenset[int]) -> None:
-        """Confine all threads of a process. Its first one goes first: it starts the others."""
+        """Confine all threads of a process; the first thread first, since it starts the others."""
         with suppress(ProcessLookupError, FileNotFoundError):  # it has ended meanwhile
             self._host.set_affinity(pid, cores)
             for thread in self._host.threads(pid):
@@ -294,7 +296,7 @@ class DaemonPlacement:
                     self._host.set_affinity(thread, cores)
 
     def _try(self, setting: str, act: Callable[[], None]) -> bool:
-        """Do it; tell once a setting if the system refuses."""
+        """Do it. Return False if the system refuses, which is logged once for each setting."""
         try:
             act()
         except (OSError, psutil.Error) as error:

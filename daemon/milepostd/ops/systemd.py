@@ -1,7 +1,7 @@
-"""Telling the service manager how the daemon is: ready, alive, stopping.
+"""Tells the service manager the daemon's state: ready, alive, stopping.
 
-Owns the datagrams and where they go; when to send them is the runtime's business. Outside a unit
-of `Type=notify` every call does nothing. Source: sd_notify(3), sd_watchdog_enabled(3).
+Owns the datagrams and where they go; the runtime says when. Outside a unit of `Type=notify` every
+call does nothing. Sources: sd_notify(3), sd_watchdog_enabled(3).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class ServiceManager:
-    """The one who started us, if it wants to be told.
+    """The service manager that started this process, if there is one.
 
     Args:
         environment: `NOTIFY_SOCKET`, `WATCHDOG_USEC` and `WATCHDOG_PID` as systemd sets them.
 
     Attributes:
-        watchdog_s: send `alive` at least this often, or be killed; None: no watchdog. Half of what
-            the unit allows, as sd_watchdog_enabled(3) advises.
+        watchdog_s: how often to call `alive`, at least: half of what the unit allows, as
+            sd_watchdog_enabled(3) advises. None: there is no watchdog.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -59,7 +59,7 @@ class ServiceManager:
                 notify.setblocking(False)
                 notify.sendto(state.encode(), self._address)
         except OSError:
-            # The manager went away or its queue is full: it misses one line, we lose nothing.
+            # The manager has gone or its queue is full. It misses a line, and the daemon goes on.
             return
 
 
