@@ -123,10 +123,12 @@ def _participation(role: Participation, key: tuple[str, str]) -> Iterator[str]:
         role.has_ended and role.save.is_plan_only
     ):
         yield f"is {phase} with outcome {role.outcome}"
-    if phase is Phase.RELEASING and not role.is_writing:
+    if phase is Phase.RELEASING and not role.has_writers:
         yield "waits for a writer, and none is at work"
     if phase in (Phase.DISCARDING, Phase.CONCLUDED) and role.is_writing:
         yield f"is {phase}, and a writer still reads images of ranks {sorted(role.is_writing)}"
+    if phase in (Phase.DISCARDING, Phase.CONCLUDED) and role.is_sealing:
+        yield f"is {phase}, and its fragment is still being written"
     if phase in (Phase.SHOWING, Phase.DISCARDING) and (
         role.outcome not in (Ending.FAILED, Ending.SKIPPED)
     ):

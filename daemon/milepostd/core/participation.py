@@ -85,6 +85,8 @@ class Participation(Role):
         self.files: dict[int, WrittenFile] = {}
         self.is_writing: set[int] = set()
         """Ranks whose image a writer may be touching."""
+        self.is_sealing = False
+        """Whether the manifest fragment is being written."""
         self.layouts_given: set[int] = set()
         self.fragment = ""
         self.failure: Fail | None = None
@@ -215,7 +217,7 @@ class Participation(Role):
             case FragmentDurable():
                 return self._fragment_durable(event, now_ns)
             case FragmentFailed():
-                return self.cannot(event.cause, now_ns)
+                return self._sealing_done() + self.cannot(event.cause, now_ns)
             case OutcomeFound():
                 return self._outcome_found(event, now_ns)
             case Discarded():
@@ -247,12 +249,17 @@ class Participation(Role):
             return []
         # The rank was told the outcome while the writer still read its slot.
         freed = self._reply(rank, SlotFreed(save_id=self.save.save_id))
-        return freed + self._check_slots()
+        return freed + self._check_writers()
+
+    def _sealing_done(self) -> list[Command]:
+        self.is_sealing = False
+        return self._check_writers() if self.has_ended else []
 
     def _check_files(self, now_ns: int) -> list[Command]:
         if len(self.files) < len(self.job.ranks_here) or not self.move(Trigger.ALL_WRITTEN):
             return []
         files = tuple(self.files[rank] for rank in sorted(self.files))
+        self.is_sealing = True
         return [
             WriteFragment(
                 save=self.save, root=self.job.root, files=files, until_ns=self.deadline_at_ns()
@@ -262,8 +269,9 @@ class Participation(Role):
     def _fragment_durable(self, event: FragmentDurable, now_ns: int) -> list[Command]:
         """Everything of this node is durable: say so."""
         self.fragment = event.fragment
+        released = self._sealing_done()
         if not self.move(Trigger.SEALED):
-            return []
+            return released
         return [Log(level="debug", event="save.prepared", save=self.save), *self._tell(now_ns)]
 
     # --- what the coordinator says
@@ -330,7 +338,7 @@ class Participation(Role):
     def overdue(self, now_ns: int) -> list[Command]:
         """The deadline has passed on this node, or a grace after it."""
         if self.phase is Phase.SHOWING and self.move(Trigger.OVERDUE):
-            return self._check_slots()
+            return self._check_writers()
         if self.phase in (Phase.GATHERING, Phase.PLANNING, Phase.WRITING, Phase.SEALING):
             verdict_at_ns = self.deadline_at_ns() + int(RESOLVE_GRACE_S * SECOND_NS)
             missing = self._silent_ranks()
@@ -429,7 +437,7 @@ class Participation(Role):
             rank: msgspec.structs.replace(report, fingerprint="", offer=b"")
             for rank, report in self.reports.items()
         }
-        return commands + self._check_slots()
+        return commands + self._check_writers()
 
     def _tell_outcome(self, rank: int, verdict: Outcome) -> list[Command]:
         concluded = Concluded(
@@ -450,15 +458,15 @@ class Participation(Role):
             return []
         return self._tell_outcome(rank, self.verdict)
 
-    def _check_slots(self) -> list[Command]:
+    def _check_writers(self) -> list[Command]:
         """Delete what a failed save left, once no writer can add to it and its peers have had time
         to see it.
         """
-        if self.is_writing:
+        if self.has_writers:
             return []
         if self.outcome not in (Ending.FAILED, Ending.SKIPPED):
             self.move(Trigger.NOTHING_LEFT)
-        elif self.move(Trigger.SLOTS_FREE):
+        elif self.move(Trigger.QUIET):
             return [Discard(save=self.save, root=self.job.root)]
         return []
 
@@ -495,7 +503,12 @@ class Participation(Role):
     @property
     def is_pending(self) -> bool:
         """Whether this node still has to do something for the save."""
-        return not self.has_ended or bool(self.is_writing)
+        return not self.has_ended or self.has_writers
+
+    @property
+    def has_writers(self) -> bool:
+        """Whether a writer of this node may still add to the save's directory."""
+        return bool(self.is_writing) or self.is_sealing
 
     def waits_for(self) -> str:
         """Say in one sentence what the save waits for on this node."""
@@ -529,5 +542,7 @@ class Participation(Role):
             case _ if self.is_writing:
                 ranks = named("rank", sorted(self.is_writing), len(self.job.ranks_here))
                 return f"ended as {self.outcome}; a writer still reads the image of {ranks}"
+            case _ if self.is_sealing:
+                return f"ended as {self.outcome}; its manifest fragment is still being written"
             case _:
                 return f"ended as {self.outcome}"

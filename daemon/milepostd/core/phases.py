@@ -41,7 +41,8 @@ class Phase(StrEnum):
     """This node ended the save without the coordinator; it keeps the aborted directory until its
     peers have seen it."""
     RELEASING = "releasing"
-    """The save has ended; a writer still reads an image, and its rank waits for the slot."""
+    """The save has ended; a writer still reads an image, whose rank waits for the slot, or still
+    writes the manifest fragment."""
     DISCARDING = "discarding"
     """What the save left under `.partial` is being deleted."""
     CONCLUDED = "concluded"
@@ -67,8 +68,8 @@ class Trigger(StrEnum):
     COMMIT_SEEN = "the directory shows a commit"
     NEITHER_SEEN = "the directory shows neither"
     LOOK_AGAIN = "time to look again"
-    SLOTS_FREE = "all slots free"
-    NOTHING_LEFT = "all slots free, nothing to delete"
+    QUIET = "all writers quiet"
+    NOTHING_LEFT = "all writers quiet, nothing to delete"
     DISCARDED = "leftovers deleted"
     NEEDS_PLAN = "a rank needs a layout"
     ALL_GATHERED = "all nodes gathered"
@@ -115,7 +116,7 @@ PARTICIPANT: Final[dict[tuple[Phase, Trigger], Phase]] = {
     (Phase.RESOLVING, Trigger.OVERDUE): Phase.RELEASING,
     (Phase.UNDECIDED, Trigger.OVERDUE): Phase.RELEASING,
     (Phase.SHOWING, Trigger.OVERDUE): Phase.RELEASING,
-    (Phase.RELEASING, Trigger.SLOTS_FREE): Phase.DISCARDING,
+    (Phase.RELEASING, Trigger.QUIET): Phase.DISCARDING,
     (Phase.RELEASING, Trigger.NOTHING_LEFT): Phase.CONCLUDED,
     (Phase.DISCARDING, Trigger.DISCARDED): Phase.CONCLUDED,
 }

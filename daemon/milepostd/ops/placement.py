@@ -22,7 +22,7 @@ from milepost.errors import UsageError
 from milepostd.ops.logs import emit
 
 CORES_MIN: Final = 2
-"""The daemon confines itself to free cores only if there are at least this many. Its planner may use
+"""The daemon confines itself to free cores only if there are this many or more. Its planner may use
 a whole core for seconds, and heartbeats and writers must go on meanwhile. More writer threads need
 no more cores, since they mostly wait for the device."""
 

@@ -695,6 +695,28 @@ def test_the_leftovers_are_discarded_only_after_all_writers_of_the_node_are_quie
     assert 1 == len(world.done(Discard))
 
 
+@pytest.mark.parametrize("is_refused", [False, True], ids=["written", "refused"])
+def test_the_leftovers_are_discarded_only_after_the_fragment_is_written(is_refused: bool) -> None:
+    """A fragment written later would make the save's directory anew, and nobody would delete it."""
+    world = World((1, 1))
+    world.hold(WriteFragment, "A")
+    world.fail(WriteImage, node="B")
+    world.stage(SAVE)
+    world.run(1)
+    told = world.concluded(0, SAVE)
+    assert told is not None
+    assert ("failed", True) == (told.outcome, told.slot_free)
+    assert [] == world.done(Discard, "A")
+    role = world.nodes["A"].saves.participations[KEY]
+    assert "ended as failed; its manifest fragment is still being written" == role.waits_for()
+    if is_refused:
+        world.fail(WriteFragment, node="A")
+    world.release()
+    world.run()
+    assert 1 == len(world.done(Discard, "A"))
+    assert not role.is_pending
+
+
 # --- time
 
 
