@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
+from pathlib import PurePosixPath
 from typing import Any, Final, TypeAlias, cast, overload
 
 import msgspec
@@ -159,6 +160,10 @@ class Columns:
             or max(files_of, default=-1) >= len(files)
         ):
             raise ValueError("its columns do not agree")
+        for file in files:
+            path = PurePosixPath(file)
+            if path.is_absolute() or ".." in path.parts or not path.parts:
+                raise ValueError(f"it names the file {file!r}, outside the checkpoint")
         self.firsts = [0, *accumulate(counts)]
         self._flat_at = [0, *accumulate(n * dim for n, dim in zip(counts, dims, strict=True))]
 
@@ -175,6 +180,11 @@ class Columns:
             [self.chunk_offsets[low + dim : high : dims] for dim in range(dims)],
             [self.chunk_sizes[low + dim : high : dims] for dim in range(dims)],
         )
+
+    def bounds(self, number: int) -> tuple[Ints, Ints]:
+        """Return offsets and sizes of a key's chunks, one chunk's dimensions behind another's."""
+        low, high = self._flat_at[number], self._flat_at[number + 1]
+        return self.chunk_offsets[low:high], self.chunk_sizes[low:high]
 
     def is_object(self, number: int) -> bool:
         """Tell whether a key is that of an object."""
@@ -247,7 +257,8 @@ def _name(dtype: torch.dtype) -> str:
         return str(dtype)
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype of a name in `Columns.dtypes`. Raises UsageError if there is none."""
     if name.startswith("torch."):
         found = getattr(torch, name.removeprefix("torch."), None)
         if isinstance(found, torch.dtype):
@@ -490,7 +501,9 @@ def as_metadata(columns: Columns) -> Metadata:
             properties = known.get((dtype, flags))
             if properties is None:
                 properties = known[dtype, flags] = TensorProperties(
-                    dtype=_dtype(dtype), requires_grad=bool(flags & 1), pin_memory=bool(flags & 2)
+                    dtype=dtype_named(dtype),
+                    requires_grad=bool(flags & 1),
+                    pin_memory=bool(flags & 2),
                 )
             chunks: Any = _Chunks(columns, number)
             described[key] = TensorStorageMetadata(properties, torch.Size(size), chunks)

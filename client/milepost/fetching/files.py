@@ -14,14 +14,20 @@ import errno
 import mmap
 import os
 import stat
+import threading
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from milepost.format.layout import PAGE_BYTES, align
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
     from types import TracebackType
+
+IDLE_FILES_MAX: Final = 16
+"""Files that stay open for who might need them again."""
 
 PROBE_EVERY_BYTES: Final = 1 << 20
 """Where the kernel does not count pages, one byte in so many is asked for."""
@@ -199,3 +205,69 @@ class Buffer:
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._mapping)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+
+
+class OpenFiles:
+    """The files of one checkpoint, open while they are needed. Thread-safe.
+
+    Attributes:
+        failed: names of files that could not be read.
+        read_bytes: how much was read of all of them.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.failed: set[str] = set()
+        self.read_bytes = 0
+        self._checkpoint = checkpoint
+        self._lock = threading.Lock()
+        self._open: dict[str, DataFile] = {}
+        """The least recently used first."""
+        self._needed: Counter[str] = Counter()
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Keep files open until each was let go as often as it is named here."""
+        with self._lock:
+            self._needed.update(names)
+
+    def get(self, name: str) -> DataFile:
+        """Return a file, which stays open while it is expected to be needed. Raises OSError."""
+        with self._lock:
+            found = self._open.pop(name, None) or DataFile(self._checkpoint / name)
+            self._open[name] = found
+            return found
+
+    def let_go(self, name: str) -> None:
+        """Say that a file is needed once less."""
+        with self._lock:
+            self._needed[name] -= 1
+            idle = [each for each in self._open if self._needed[each] <= 0]
+            for each in idle[:-IDLE_FILES_MAX]:
+                self._open.pop(each).close()
+
+    def count(self, nbytes: int) -> None:
+        """Note that so much was read."""
+        with self._lock:
+            self.read_bytes += nbytes
+
+    def read_few(self, name: str, at: int, length: int) -> bytes:
+        """Return a few bytes of a file. Raises OSError."""
+        self.expect([name])
+        try:
+            file = self.get(name)
+            begin = at // PAGE_BYTES * PAGE_BYTES
+            buffer = Buffer(at + length - begin)
+            if file.is_cached(begin, at + length):
+                file.read(buffer.view[: at + length - begin], begin)
+            else:
+                file.read_past_cache(buffer.view, begin, at + length - begin)
+            self.count(length)
+            return bytes(buffer.view[at - begin : at - begin + length])
+        finally:
+            self.let_go(name)
+
+    def close(self) -> None:
+        """Close all."""
+        with self._lock:
+            for file in self._open.values():
+                file.close()
+            self._open.clear()

@@ -1,7 +1,7 @@
 """Which stored chunks hold a wanted box of a tensor, and where a box lies in a chunk's bytes.
 
 Pure arithmetic over offsets and sizes; no torch, no files. A *chunk* is a stored box, an *overlap*
-what a chunk and a wanted box have in common. Elements count in row-major order.
+what a chunk and a wanted box have in common. BoxTask count in row-major order.
 """
 
 from __future__ import annotations
@@ -76,6 +76,10 @@ class Chunks:
             if overlap is not None:
                 found.append(overlap)
         return found
+
+    def sizes_of(self, chunk: int) -> Box:
+        """Return the sizes of a chunk."""
+        return tuple(extents[chunk] for extents in self._sizes)
 
     def _candidates(self, offsets: Box, sizes: Box) -> Sequence[int]:
         if self._count <= 2 or not offsets:
