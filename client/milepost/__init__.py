@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from milepost.handle import Checkpoint, Save
+    from milepost.loading import load
     from milepost.reading.restore import LoadReport
     from milepost.storage.retention import KeepEvery, KeepLast, Protect
 
@@ -54,6 +55,7 @@ __all__ = [
     "StorageError",
     "Unavailable",
     "UsageError",
+    "load",
 ]
 
 _HOMES = {
@@ -64,6 +66,7 @@ _HOMES = {
     "LoadReport": "reading.restore",
     "Protect": "storage.retention",
     "Save": "handle",
+    "load": "loading",
 }
 
 

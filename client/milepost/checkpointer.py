@@ -2,21 +2,22 @@
 
 Owns the order of a save on the trainer: collect the items, see whether the structure is known, get
 a layout if not, take a free slot, copy, tell the daemon. Everything after that happens elsewhere;
-what the daemon says arrives on the connection's thread and ends the handles. No save calls a
-collective, and no process group is made; `load()` calls torch's, on the group it was given.
+what the daemon says arrives on the connection's thread and ends the handles. Neither a save nor a
+load calls a collective, and no process group is made.
 
 Threads: public methods may be called from any thread, and take turns; handles are safe anywhere.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
@@ -26,7 +27,9 @@ from milepost.concurrency.turns import Turn, in_turn
 from milepost.concurrency.waiting import check_timeout
 from milepost.errors import (
     MilepostError,
+    Rejected,
     SaveFailed,
+    StorageError,
     UsageError,
 )
 from milepost.handle import Save
@@ -75,6 +78,9 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("milepost")
+
+UNWRITABLE: Final = frozenset({"permission", "read-only"})
+"""Codes of a root that others may write to."""
 
 
 class Checkpointer:
@@ -172,13 +178,15 @@ class Checkpointer:
         """Whether a save has had its plan, and what it paid for it was told."""
         self._loads = 0
 
-        name = job_name(job, self.root)
+        self._name = job_name(job, self.root)
+        self._claims = 0
+        """How often an attempt was claimed late."""
         try:
             self.node: NodeRef = self._session.open().node
             self._meeting: Meeting = meet(
                 self._group,
-                Introduction(self.node, str(self.root), name, str(torch.__version__)),
-                lambda: self._claim(name),
+                Introduction(self.node, str(self.root), self._name, str(torch.__version__)),
+                self._claim_or_read,
             )
         except BaseException:
             self._session.close()
@@ -186,7 +194,8 @@ class Checkpointer:
         self.job, self.attempt = self._meeting.job, self._meeting.attempt
         self._slots_count = slots
         self._begin_attempt(self.attempt)
-        note_made(self)
+        if self.attempt:
+            note_made(self)
         self._staging.arm()
 
     def __enter__(self) -> Checkpointer:
@@ -221,7 +230,39 @@ class Checkpointer:
         )
         self._saves.begin(self.job, attempt, slots)
 
-    def _claim(self, name: str) -> tuple[str, int]:
+    def _claim_or_read(self) -> tuple[str, int]:
+        """Claim an attempt, or return attempt 0 for a root that can be read and not written to."""
+        try:
+            return self._claim()
+        except StorageError as error:
+            if error.code not in UNWRITABLE or not os.access(self.root, os.R_OK | os.X_OK):
+                raise
+            log.info("load() works, prepare() and save() are refused for now: %s", error.message)
+            return self._name, 0
+
+    def _claim_late(self) -> Rejected | None:
+        """Claim an attempt, if there is none yet; return why there still is none, on all ranks."""
+        if self.attempt:
+            return None
+        self._claims += 1
+
+        def claim() -> bytes:
+            try:
+                return json.dumps(self._claim()).encode()
+            except StorageError as error:
+                hint = "load() works; save to a root that can be written to"
+                raise Rejected(error.code, error.message, hint) from error
+
+        try:
+            told = tell_all(self._group, f"claim/{self._claims}", claim, self._deadline_s)
+        except Rejected as error:
+            return error
+        self.job, attempt = json.loads(told)
+        self._begin_attempt(attempt)
+        note_made(self)
+        return None
+
+    def _claim(self) -> tuple[str, int]:
         """Make the root; return the job's name on the wire and its next attempt; on rank 0.
 
         The name ends with the root's identity: two roots are two jobs to a daemon, also if one
@@ -229,11 +270,11 @@ class Checkpointer:
         """
         root = Root(self.root)
         root.prepare()
-        job = f"{name}@{root.identity()}"
+        job = f"{self._name}@{root.identity()}"
         other = find_other(root, job)
         if other:
             log.warning("%s: load() works, prepare() and save() are refused meanwhile", other)
-        return job, root.claim_attempt(name)
+        return job, root.claim_attempt(self._name)
 
     # --- the daemon
 
@@ -294,6 +335,9 @@ class Checkpointer:
         self._check_open()
         self._finish_preparing()
         self._staging.settle()
+        unclaimed = self._claim_late()
+        if unclaimed is not None:
+            raise unclaimed
         preparation = self._prepare(state, per_rank, is_still=wait)
         # Never beside training: a state's own `state_dict()` may change what it reads.
         next(preparation)
@@ -389,7 +433,12 @@ class Checkpointer:
         name = directory_name(step, checkpoint_id)
         check_repeated(name, self._saves.taken_by(name), overwrite=self._overwrite)
         self._finish_preparing()
+        unclaimed = self._claim_late()
         ref, save = self._saves.open(step, name)
+        if unclaimed is not None:
+            self._saves.give_up(ref, unclaimed)
+            self._session.settle(ref.save_id)
+            return save
         try:
             with collector_paused():
                 self._fill(ref, save, state, per_rank)

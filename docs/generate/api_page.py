@@ -33,10 +33,10 @@ def _sections() -> Iterator[str]:
     for name in names:
         thing = getattr(milepost, name)
         yield f"## {name}\n"
-        if inspect.isclass(thing) and not issubclass(thing, BaseException):
+        if inspect.isfunction(thing) or not issubclass(thing, BaseException):
             yield _block(f"{name}{_signature(thing)}")
         yield _text(thing)
-        for member, value in vars(thing).items():
+        for member, value in vars(thing).items() if inspect.isclass(thing) else ():
             if f"{name}.{member}" in INTERNAL or member.startswith("_") or not _is_told(value):
                 continue
             yield f"### {name}.{member}\n"

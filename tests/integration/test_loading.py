@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.integration.cluster import Rank, nodes, run_ranks
 
@@ -69,6 +75,106 @@ def test_a_load_that_one_rank_refuses_ends_at_once_on_both_and_collectives_go_on
             assert [1.0, 1.0, 1.0] == told["sums"]
             assert told["untouched"]
             assert 1 == told["step"]
+
+
+def read_only_first(rank: Rank) -> dict[str, Any]:
+    """Meet a root that cannot be written to, load from it, and save once it can."""
+    import torch
+    import torch.distributed as dist
+
+    from milepost import Checkpointer, Rejected, SaveFailed, StorageError
+    from milepost.storage.root import Root
+
+    told: dict[str, Any] = {}
+    real = Root.prepare
+
+    def refuse(root: Root) -> None:
+        raise StorageError("read-only", f"prepare {root.path}: read-only file system")
+
+    Root.prepare = refuse  # type: ignore[assignment,method-assign]
+    state = {"w": torch.zeros(4)}
+    with Checkpointer(rank.root) as ck:
+        told["loaded"] = ck.load(state).step
+        told["value"] = state["w"][0].item()
+        told["steps"] = (ck.steps(), ck.latest())
+        save = ck.save(2, state)
+        told["phase"] = save.phase
+        try:
+            save.wait(10)
+        except SaveFailed as error:
+            told["failure"] = (error.code, error.message)
+        try:
+            ck.prepare(state)
+        except Rejected as error:
+            told["prepare"] = error.code
+        dist.barrier()
+        Root.prepare = real  # type: ignore[method-assign]
+        dist.barrier()
+        ck.prepare(state)
+        told["committed"] = ck.save(3, state).wait(60).step
+        told["attempt"] = ck.attempt
+    return told
+
+
+def test_a_root_that_cannot_be_written_to_is_loaded_and_saves_work_once_it_can(
+    folder: Path,
+) -> None:
+    root = folder / "root"
+    with nodes(folder, 1, root) as (node,):
+        run_ranks(save_one, root, [node])
+        for told in run_ranks(read_only_first, root, [node, node]):
+            assert (1, 1.0, ([1], 1)) == (told["loaded"], told["value"], told["steps"])
+            assert "failed" == told["phase"]
+            code, message = told["failure"]
+            assert "read-only" == code
+            assert "read-only file system" in message
+            assert "read-only" == told["prepare"]
+            assert (3, 2) == (told["committed"], told["attempt"])
+
+
+def save_one(rank: Rank) -> None:
+    import torch
+
+    from milepost import Checkpointer
+
+    with Checkpointer(rank.root) as ck:
+        ck.save(1, {"w": torch.ones(4)}).wait(60)
+
+
+LOAD = """
+import sys, torch
+import milepost
+
+state = {"w": torch.zeros(4)}
+assert 1 == milepost.load(sys.argv[1], state).step
+with milepost.Checkpointer(sys.argv[1]) as ck:
+    assert 1 == ck.load(state).step
+    assert [1] == ck.steps()
+    try:
+        ck.save(2, state).wait(10)
+    except milepost.SaveFailed as error:
+        print(error.code, state["w"].tolist())
+"""
+
+
+@pytest.mark.root
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare"
+)
+def test_a_read_only_mount_is_loaded_with_and_without_a_checkpointer(folder: Path) -> None:
+    root = folder / "root"
+    with nodes(folder, 1, root) as (node,):
+        run_ranks(save_one, root, [node])
+        shell = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && exec "$2" -c "$3" "$1"'
+        run = subprocess.run(
+            ["unshare", "-rm", "sh", "-c", shell, "sh", root, sys.executable, LOAD],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "MILEPOST_RUN_DIR": str(node.run_dir)},
+        )
+    if run.returncode and run.stderr.startswith(("unshare:", "mount:")):
+        pytest.skip("no namespaces here")
+    assert (0, "read-only [1.0, 1.0, 1.0, 1.0]\n") == (run.returncode, run.stdout), run.stderr
 
 
 def describe(value: Any) -> Any:

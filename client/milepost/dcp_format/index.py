@@ -20,6 +20,7 @@ import struct
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, cast
 
 import torch
+from torch._weights_only_unpickler import _get_user_allowed_globals
 from torch.distributed._shard.sharded_tensor import metadata as before_2_3
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -471,7 +472,7 @@ def _memory_format(encoding: object, name: object) -> object:
         return _MEM_FORMAT_ENCODING[str(name)]
     if encoding is before_2_3.MEM_FORMAT_ENCODING:
         return before_2_3.MEM_FORMAT_ENCODING[str(name)]
-    raise _refusal("builtins", "getattr")
+    raise _UnknownName("builtins.getattr")
 
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
@@ -501,12 +502,8 @@ _ALLOWED: Final[dict[tuple[str, str], object]] = {
 """All that `.metadata` may name, besides dtypes; torch before 2.0 wrote classes that are gone."""
 
 
-def _refusal(module: str, name: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(
-        "corrupt",
-        f"{METADATA_NAME} names {module}.{name}, which no index of torch's has",
-        "it was damaged or made to run code: do not load this checkpoint with stock torch",
-    )
+class _UnknownName(Exception):
+    """The index names what no index of torch's has."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -519,15 +516,18 @@ class _Unpickler(pickle.Unpickler):
             if not isinstance(found, torch.dtype):
                 found = None
         if found is None:
-            raise _refusal(module, name)
+            found = _get_user_allowed_globals().get(f"{module}.{name}")  # type: ignore[no-untyped-call]
+        if found is None:
+            raise _UnknownName(f"{module}.{name}")
         return found
 
 
-def read_metadata(path: Path) -> Metadata:
+def read_metadata(path: Path, *, allow_pickle: bool = False) -> Metadata:
     """Read a checkpoint's index: its directory's `.metadata`, or the file itself if `path` is that.
 
-    Runs no code that the file names. Any torch since 2.0 may have written it; fields that its
-    version did not have are absent or None.
+    Runs no code that the file names, unless `allow_pickle` says so; classes that
+    `torch.serialization.add_safe_globals` was told are known, too. Any torch since 2.0 may have
+    written it; fields that its version did not have are absent or None.
 
     Raises:
         LoadFailed: `not-found` if there is no index, `permission` or `io-error` if it cannot be
@@ -540,10 +540,18 @@ def read_metadata(path: Path) -> Metadata:
     try:
         with file.open("rb") as stream, collector_paused():
             file_bytes = os.fstat(stream.fileno()).st_size
-            metadata = _Unpickler(stream).load()
+            unpickler = pickle.Unpickler if allow_pickle else _Unpickler
+            metadata = unpickler(stream).load()
         problem = _problem(metadata)
-    except CorruptCheckpoint:
-        raise
+    except _UnknownName as error:
+        named = str(error).rpartition(".")[2]
+        raise CorruptCheckpoint(
+            "corrupt",
+            f"{file} names {error}, which no index of torch's has",
+            "it was damaged or made to run code: do not load this checkpoint with stock torch. If "
+            f"you trust it, torch.serialization.add_safe_globals([{named}]) allows the class, "
+            "load(allow_pickle=True) anything",
+        ) from None
     except FileNotFoundError as error:
         raise LoadFailed(
             "not-found",

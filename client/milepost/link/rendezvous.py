@@ -39,7 +39,7 @@ MEET_S: Final = 300.0
 LATE_S: Final = 5.0
 """How long a rank waits before the log names the ranks that have not come."""
 
-ACTS: Final = {"meet": "Checkpointer()", "load": "load()", "verify": "load()"}
+ACTS: Final = {"meet": "Checkpointer()", "load": "load()", "claim": "save()"}
 """What the ranks have called, by the first part of a topic."""
 
 

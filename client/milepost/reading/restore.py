@@ -114,7 +114,7 @@ def load_checkpoint(
     load = _Load(checkpoint, options, group.rank)
     verdicts.share("wanted", lambda: load.prepare(state))
     if options.verify:
-        check_whole(checkpoint, group, f"{topic}/verify", timeout_s)
+        check_whole(checkpoint, group, f"{topic}/verify", timeout_s, options.allow_pickle)
     verdicts.share("objects", load.read_objects)
     verdicts.share("tensors", load.read_tensors)
     verdicts.share("handed", load.hand_over)
@@ -162,7 +162,9 @@ def _tell(report: LoadReport, options: LoadOptions) -> None:
         )  # fmt: skip
 
 
-def check_whole(checkpoint: Path, group: Group, topic: str, timeout_s: float) -> None:
+def check_whole(
+    checkpoint: Path, group: Group, topic: str, timeout_s: float, allow_pickle: bool
+) -> None:
     """Read every byte of a checkpoint once, divided among the ranks, and compare it with its
     checksums; all ranks of the group call it.
 
@@ -172,7 +174,8 @@ def check_whole(checkpoint: Path, group: Group, topic: str, timeout_s: float) ->
     Raises CorruptCheckpoint on every rank if any has found damage, naming file and tensor.
     """
     try:
-        damages = verify(checkpoint, share=(group.rank, group.world)).damages
+        share = (group.rank, group.world)
+        damages = verify(checkpoint, share=share, allow_pickle=allow_pickle).damages
         told = [f"{damage.file}: {damage.key + ': ' if damage.key else ''}{damage.text}"
                 for damage in damages]  # fmt: skip
     except MilepostError as error:
@@ -228,7 +231,9 @@ class _Load:
             text = index_damage(self._checkpoint)
             if text:
                 raise _damaged(self._checkpoint, f"{METADATA_NAME}: {text}")
-        metadata = read_metadata(self._checkpoint / METADATA_NAME)
+        metadata = read_metadata(
+            self._checkpoint / METADATA_NAME, allow_pickle=self._options.allow_pickle
+        )
         self.match = match(
             self.template,
             metadata,

@@ -87,19 +87,21 @@ def verify(
     on_total: Callable[[int], None] | None = None,
     on_bytes: Callable[[int], None] | None = None,
     share: tuple[int, int] = (0, 1),
+    allow_pickle: bool = False,
 ) -> Verification:
     """Read and check all of a checkpoint, or a share of it. Damage is returned, not raised.
 
     Args:
         checkpoint: its directory.
         share: (i, n): only every n-th data file from the i-th on, for n readers that divide them.
+        allow_pickle: as for `read_metadata`.
         on_total: told once how many bytes will be read.
         on_bytes: told how many more were read; from several threads.
 
     Raises:
         LoadFailed: `not-found` if this is no checkpoint at all.
     """
-    plan = _plan(checkpoint)
+    plan = _plan(checkpoint, allow_pickle)
     if on_total is not None:
         on_total(sum(blob.length for blobs in plan.blobs.values() for blob in blobs))
     names = sorted(plan.blobs.keys() | plan.file_bytes.keys())[share[0] :: share[1]]
@@ -128,7 +130,7 @@ def verify(
     )
 
 
-def _plan(checkpoint: Path) -> _Plan:
+def _plan(checkpoint: Path, allow_pickle: bool) -> _Plan:
     """Read manifest and index, compare them, and lay out what is to be read."""
     damages: list[Damage] = []
     manifest: Manifest | None = None
@@ -139,7 +141,7 @@ def _plan(checkpoint: Path) -> _Plan:
     except OSError as error:
         text = f"cannot be read: {str(error.strerror).lower()}"
         damages.append(Damage(file=MANIFEST_NAME, key="", text=text))
-    metadata = _read_index(checkpoint, manifest, damages)
+    metadata = _read_index(checkpoint, manifest, damages, allow_pickle)
     if metadata is not None:
         from milepost.dcp_format.coverage import index_problems
 
@@ -171,13 +173,13 @@ def _plan(checkpoint: Path) -> _Plan:
 
 
 def _read_index(
-    checkpoint: Path, manifest: Manifest | None, damages: list[Damage]
+    checkpoint: Path, manifest: Manifest | None, damages: list[Damage], allow_pickle: bool
 ) -> Metadata | None:
     """Return the index; what is wrong with it is damage, unless there is no checkpoint at all."""
     from milepost.dcp_format.index import read_metadata
 
     try:
-        return read_metadata(checkpoint)
+        return read_metadata(checkpoint, allow_pickle=allow_pickle)
     except CorruptCheckpoint as error:
         damages.append(Damage(file=METADATA_NAME, key="", text=error.message))
     except LoadFailed as error:

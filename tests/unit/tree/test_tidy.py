@@ -39,7 +39,7 @@ BANNED_FILES = {"utils", "util", "common", "helpers", "manager", "base", "misc"}
 PUBLIC = [
     "Checkpoint", "Checkpointer", "CorruptCheckpoint", "KeepEvery", "KeepLast", "LoadFailed",
     "LoadReport", "MilepostError", "Protect", "Rejected", "Save", "SaveFailed", "StorageError",
-    "Unavailable", "UsageError",
+    "Unavailable", "UsageError", "load",
 ]  # fmt: skip
 
 
