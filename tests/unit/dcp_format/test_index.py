@@ -669,7 +669,7 @@ def test_a_truncated_index_is_refused(
         read_metadata(folder)
 
 
-def test_a_missing_or_unreadable_index_is_said_to_be_that(tmp_path: Path) -> None:
+def test_a_missing_or_unreadable_index_is_reported_as_such(tmp_path: Path) -> None:
     with pytest.raises(LoadFailed, match=r"has no \.metadata") as missing:
         read_metadata(tmp_path / "step_3")
     assert missing.value.code == "not-found"

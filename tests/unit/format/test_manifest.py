@@ -100,13 +100,13 @@ def test_a_manifest_from_before_it_had_a_checksum_is_read() -> None:
         msgpack.packb({"save_id": 7, "node_id": "a", "files": []}),
     ],
 )
-def test_damage_is_said_to_be_damage(decode: Callable[[bytes], object], data: bytes) -> None:
+def test_damage_is_reported_as_corrupt(decode: Callable[[bytes], object], data: bytes) -> None:
     with pytest.raises(CorruptCheckpoint, match="malformed manifest") as caught:
         decode(data)
     assert caught.value.code == "corrupt"
 
 
-def test_a_manifest_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path) -> None:
+def test_an_unreadable_manifest_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:
     (tmp_path / MANIFEST_NAME).mkdir()
     with pytest.raises(IsADirectoryError):
         read_manifest(tmp_path)

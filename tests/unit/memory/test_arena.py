@@ -436,7 +436,9 @@ def test_a_killed_trainer_loses_nothing_that_was_sealed(tmp_path: Path) -> None:
         arena.close()
 
 
-def test_where_arenas_lie_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_directory_of_arenas_is_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MILEPOST_SHM_DIR", "memory")
     # The daemon is told the path, and runs elsewhere; so is one that the trainer starts.

@@ -103,14 +103,14 @@ def test_a_tensor_of_another_owner_between_two_stretches_is_left_as_it_is() -> N
     assert torch.equal(others, image[at - GAP : at + 20])
 
 
-def test_few_neighbours_go_alone() -> None:
+def test_few_neighbours_are_copied_alone() -> None:
     tensors = [torch.rand(5) for _ in range(3)]
     columns, image = lay_out(tensors)
     assert [0, 1, 2] == Gathering(columns, range(3), image, CPU).alone
 
 
 @pytest.mark.parametrize("limit", ["ours", "the device's"])
-def test_what_finds_no_room_on_the_device_goes_alone(
+def test_tensors_without_room_on_the_device_are_copied_alone(
     limit: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tensors = [torch.rand(5) for _ in range(8)]
@@ -127,7 +127,7 @@ def test_what_finds_no_room_on_the_device_goes_alone(
     assert (limit != "ours") == ("no device memory is left" in caplog.text)
 
 
-def test_what_lies_on_a_device_comes_first_so_that_it_lies_side_by_side() -> None:
+def test_items_on_a_device_come_first_to_lie_side_by_side() -> None:
     moments = {"exp_avg": torch.ones(2), "step": torch.zeros(()), "exp_avg_sq": torch.ones(2)}
     flat, paths = flatten({f"p{number}": dict(moments) for number in range(2)} | {"note": "x"})
     items = collect(flat, paths)

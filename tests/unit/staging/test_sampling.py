@@ -34,7 +34,7 @@ def test_samples_compare_bits_whatever_the_type_and_the_strides(dtype: torch.dty
     assert sampler.differing(held) == []
 
 
-def test_views_that_turn_signs_are_compared_as_they_are_read() -> None:
+def test_conjugate_and_negative_views_are_compared_as_they_are_read() -> None:
     raw = torch.randn(6, 5, dtype=torch.complex64)
     sources = [raw, raw.conj(), raw.mH, raw.real, raw.conj().imag]
     image, payloads_at = b"", []

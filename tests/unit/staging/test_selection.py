@@ -79,7 +79,7 @@ def test_an_interrupt_leaves_no_answer_to_another_question(
     assert _keys(selector, state) == ["p0", "p1"]
 
 
-def test_memory_that_is_an_optimizers_no_more_is_noticed() -> None:
+def test_memory_that_an_optimizer_no_longer_holds_is_noticed() -> None:
     memory = torch.zeros(10)
     parameter = nn.Parameter(memory)
     selector = Selector(torch.optim.SGD([parameter], lr=1))
@@ -146,7 +146,7 @@ class Wrapper(torch.optim.Optimizer):
         (lambda sgd: Wrapper(sgd), "the step of Wrapper does not run torch's hooks"),
     ],
 )
-def test_what_does_not_announce_its_steps_is_refused(
+def test_an_optimizer_that_does_not_announce_its_steps_is_refused(
     make: Callable[[torch.optim.Optimizer], Any], text: str
 ) -> None:
     with pytest.raises(UsageError, match=text) as caught:

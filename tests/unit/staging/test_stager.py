@@ -332,7 +332,7 @@ def test_the_memory_of_an_arena_that_is_no_longer_needed_is_free_though_the_daem
         one.close()
 
 
-def test_what_a_longer_image_left_behind_is_not_written_out(stager: MakeStager) -> None:
+def test_leftovers_of_a_longer_image_are_not_written(stager: MakeStager) -> None:
     one = stager(slots=1)
     saved(one, {"o": "secret" * 1000, "p": 1}).slot.release()
     staged = saved(one, {"o": "short", "p": 1})

@@ -104,7 +104,7 @@ def columns_of(items: Items) -> list[tuple[Any, ...]]:
     max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_values_read_in_pieces_are_what_each_is_by_itself(
+def test_reading_in_pieces_equals_reading_one_by_one(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
     """Whatever lies beside a value: the reader of many agrees with the reader of one."""
@@ -120,7 +120,7 @@ def test_values_read_in_pieces_are_what_each_is_by_itself(
     assert alone.faults == faults
 
 
-def test_what_is_usual_is_read_by_the_reader_of_many(
+def test_usual_tensors_are_read_in_pieces(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = odd_values(mesh)

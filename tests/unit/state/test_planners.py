@@ -282,7 +282,7 @@ def test_an_unchanged_plan_is_kept_and_resolves_current_tensors() -> None:
         {"model": {"a": torch.zeros(3, 2)}, "extra": 1},
     ],
 )
-def test_a_change_on_one_rank_is_planned_anew_by_all(changed: State) -> None:
+def test_a_change_on_one_rank_makes_all_ranks_plan_again(changed: State) -> None:
     """Rank-unique keys, so that any mixture is a valid plan."""
     ranks = Ranks(lambda _: CountingPlanner())
     state = {"model": {"a": torch.zeros(3, 2)}}
@@ -396,7 +396,7 @@ def test_the_store_does_not_grow_with_saves() -> None:
     assert [1] * 4 == counts
 
 
-def test_what_resolve_data_may_not_return_is_refused_by_key() -> None:
+def test_a_wrong_result_of_resolve_data_is_refused_by_key() -> None:
     class Planner(DefaultSavePlanner):
         answer: Any = None
 

@@ -42,7 +42,9 @@ def root(tmp_path: Path) -> Root:
     return made
 
 
-def test_what_earlier_attempts_left_goes_once_nobody_has_touched_it_for_long(root: Root) -> None:
+def test_unfinished_saves_of_earlier_attempts_are_cleared_once_untouched_for_long(
+    root: Root,
+) -> None:
     old, given_up = begun(root, "1-1", "step_10"), begun(root, "2-9", "x.1-1")
     root.give_up(SaveRef("run-7", "2-9", 10, "x.1-1"))
     given_up = given_up.with_name(given_up.name + ".aborted")

@@ -28,7 +28,7 @@ def test_a_taken_name_is_refused_and_both_stay_as_they_were(root: Root) -> None:
 
 @pytest.mark.parametrize("in_the_way", ["file", "link", "directory"])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_what_is_no_checkpoint_is_not_replaced_in_silence(
+def test_something_that_is_not_a_checkpoint_is_not_replaced_silently(
     root: Root, in_the_way: str, overwrite: bool
 ) -> None:
     path = root.path / "step_30"
@@ -78,7 +78,7 @@ def test_a_save_that_was_held_up_does_not_replace_a_newer_one(root: Root, late_i
     assert b"kept" == content_of(root, "step_30")
 
 
-def test_overwriting_what_is_not_there_is_plain_publishing(root: Root) -> None:
+def test_overwriting_a_free_name_is_plain_publishing(root: Root) -> None:
     commit(root, save_of(30, "2-3", overwrite=True))
     assert [] == names(root.path / ".partial")
     assert ["step_30"] == [each.name for each in root.checkpoints()]
@@ -112,7 +112,7 @@ def torn(root: Root, monkeypatch: pytest.MonkeyPatch) -> SaveRef:
     return save
 
 
-def test_an_overwriting_cut_in_two_is_rolled_forward_at_the_next_start(
+def test_an_interrupted_replacement_is_completed_at_the_next_start(
     root: Root, torn: SaveRef
 ) -> None:
     root.prepare()
@@ -121,14 +121,14 @@ def test_an_overwriting_cut_in_two_is_rolled_forward_at_the_next_start(
     assert "committed" == root.give_up(torn)
 
 
-def test_an_overwriting_cut_in_two_can_be_published_again(root: Root, torn: SaveRef) -> None:
+def test_an_interrupted_replacement_can_be_published_again(root: Root, torn: SaveRef) -> None:
     root.publish(torn)
     assert b"new" == content_of(root, "step_30")
     root.discard(torn)
     assert [] == names(root.path / ".partial")
 
 
-def test_giving_up_an_overwriting_cut_in_two_puts_the_old_checkpoint_back(
+def test_giving_up_an_interrupted_replacement_puts_the_old_checkpoint_back(
     root: Root, torn: SaveRef
 ) -> None:
     assert "aborted" == root.give_up(torn)
@@ -156,7 +156,7 @@ def test_a_start_puts_an_old_checkpoint_back_even_without_the_intent(
     assert "aborted" == root.give_up(torn)
 
 
-def test_an_overwriting_cut_off_before_it_began_leaves_the_old_checkpoint(
+def test_a_replacement_interrupted_before_its_first_rename_leaves_the_old_checkpoint(
     root: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(root, save_of(30, "1-1"), b"old")
@@ -192,7 +192,7 @@ def test_a_give_up_between_the_two_renames_leaves_the_old_checkpoint(
     assert b"old" == content_of(root, "step_30")
 
 
-def test_a_second_hand_that_publishes_the_same_save_does_not_move_the_new_checkpoint(
+def test_a_second_process_that_publishes_the_same_save_does_not_move_the_new_checkpoint(
     root: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(root, save_of(30, "1-1"), b"old")

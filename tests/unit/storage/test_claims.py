@@ -41,7 +41,7 @@ def test_another_live_job_is_refused_with_its_name_host_and_pid(root: Root) -> N
     assert "root-locked" == refusal.value.code
 
 
-def test_a_job_whose_keeper_fell_silent_is_replaced(root: Root) -> None:
+def test_a_job_whose_claim_has_expired_is_replaced(root: Root) -> None:
     _age(_pretend(root), EXPIRY_S + 1)
     Ownership.take(root, "mine").close()
     assert not (root.run_path / "owner").exists()

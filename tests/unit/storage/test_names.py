@@ -31,7 +31,7 @@ def test_a_name_that_is_not_one_plain_component_is_refused(root: Root, name: str
 
 
 @pytest.mark.parametrize("save_id", ["", "../1", "1.1", "aborted", "1-1/x", "-1"])
-def test_a_save_id_that_is_none_is_refused(root: Root, save_id: str) -> None:
+def test_a_malformed_save_id_is_refused(root: Root, save_id: str) -> None:
     with pytest.raises(UsageError):
         root.open_save(SaveRef("run-7", save_id, 1, "step_1"))
 

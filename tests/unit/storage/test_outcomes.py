@@ -31,7 +31,7 @@ def test_a_published_save_is_a_checkpoint_and_nothing_else_is_left(root: Root) -
     assert ("__0_0.distcp",) == entry.manifest.files
 
 
-def test_publishing_leaves_out_fragments_and_what_broken_attempts_left(root: Root) -> None:
+def test_publishing_removes_fragments_and_leftovers_of_broken_attempts(root: Root) -> None:
     directory = root.open_save(SAVE)
     for name in ("__0_0.distcp", "__0_1.distcp", "__1_0.distcp", ".fragment-a", ".tmp-00ff"):
         (directory / name).touch()
@@ -92,7 +92,7 @@ def test_a_late_node_cannot_bring_a_save_back_to_life(root: Root) -> None:
     assert ["step_30.2-3.aborted"] == names(root.path / ".partial")
 
 
-def test_a_late_node_cannot_begin_a_save_anew_that_was_published(root: Root) -> None:
+def test_a_late_node_cannot_begin_a_published_save_again(root: Root) -> None:
     commit(root, SAVE)
     with pytest.raises(Rejected) as caught:
         root.open_save(SAVE)
@@ -100,7 +100,7 @@ def test_a_late_node_cannot_begin_a_save_anew_that_was_published(root: Root) -> 
     assert [] == names(root.path / ".partial")
 
 
-def test_giving_up_a_directory_made_anew_after_publishing_finds_the_checkpoint(root: Root) -> None:
+def test_giving_up_a_directory_made_again_after_publishing_finds_the_checkpoint(root: Root) -> None:
     commit(root, SAVE)
     (root.path / ".partial" / "step_30.2-3").mkdir()
     assert "committed" == root.give_up(SAVE)
@@ -108,7 +108,7 @@ def test_giving_up_a_directory_made_anew_after_publishing_finds_the_checkpoint(r
     assert [30] == [each.step for each in root.checkpoints()]
 
 
-def test_a_directory_made_anew_after_giving_up_is_given_up_again(root: Root) -> None:
+def test_a_directory_made_again_after_giving_up_is_given_up_again(root: Root) -> None:
     fill(root, SAVE)
     root.give_up(SAVE)
     (root.path / ".partial" / "step_30.2-3").mkdir()
@@ -165,7 +165,7 @@ def test_of_publishing_and_giving_up_at_once_exactly_one_wins(root: Root, overwr
     assert [] == names(root.path / ".milepost-run")
 
 
-def test_what_could_not_be_moved_is_unpublished_only_where_it_was_and_without_an_intent(
+def test_a_save_is_unpublished_only_where_it_was_and_without_an_intent(
     root: Root,
 ) -> None:
     save = SaveRef(job="j", save_id="1-7", step=70, name="step_70", overwrite=True)

@@ -11,7 +11,7 @@ from milepost.storage import aside, removals
 from milepost.storage.root import Root
 
 
-def test_what_a_killed_daemon_had_begun_to_delete_goes_with_the_next_discard(root: Root) -> None:
+def test_an_interrupted_deletion_is_finished_by_the_next_discard(root: Root) -> None:
     commit(root, save_of(1, "1-1"))
     half_deleted = root.path / ".partial" / "step_0.pruned-0123abcd"
     half_deleted.mkdir()
@@ -40,7 +40,9 @@ def test_a_checkpoint_loses_its_name_before_its_files(
     root.remove_checkpoint("step_30")
 
 
-def test_what_was_saved_anew_under_a_name_is_not_removed_for_what_was_there(root: Root) -> None:
+def test_a_newer_checkpoint_of_the_same_name_is_not_removed_instead_of_the_old_one(
+    root: Root,
+) -> None:
     commit(root, save_of(30, "1-1"))
     commit(root, save_of(30, "2-1", overwrite=True), b"new")
     root.discard(save_of(30, "2-1"))
@@ -53,7 +55,7 @@ def test_what_was_saved_anew_under_a_name_is_not_removed_for_what_was_there(root
     assert [] == root.partials()
 
 
-def test_a_removal_that_is_cut_off_before_it_has_looked_is_undone_at_the_next_start(
+def test_a_removal_interrupted_before_it_checks_the_save_is_undone_at_the_next_start(
     root: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(root, save_of(30, "2-1"), b"new")

@@ -48,7 +48,7 @@ def test_after_a_roll_back_the_newer_attempt_counts_as_newer_though_its_step_is_
     assert ["step_100"] == doomed(both, KeepLast(1).rules())
 
 
-def test_what_milepost_did_not_write_neither_goes_nor_counts() -> None:
+def test_foreign_checkpoints_are_neither_removed_nor_counted() -> None:
     names = {"step_50", "step_10"}
     assert ["step_20", "step_30"] == doomed(STEPS, KeepLast(1).rules(), foreign=names)
 
