@@ -77,6 +77,91 @@ def test_a_load_that_one_rank_refuses_ends_at_once_on_both_and_collectives_go_on
             assert 1 == told["step"]
 
 
+def sharded_run(rank: Rank) -> tuple[Any, Any]:
+    """Return an FSDP2 model and its bare optimizer; the seed makes the same ones everywhere."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(rank.arguments.get("seed", 3))
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def steps_of(model: Any, optimizer: Any, count: int) -> None:
+    import torch
+
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1, 24).reshape(4, 6)).square().mean().backward()
+        optimizer.step()
+
+
+def whole(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Return all of a sharded run, gathered, as lists."""
+    from torch.distributed.tensor import DTensor
+
+    tensors = dict(model.state_dict())
+    for number, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"{number}.{name}": value for name, value in state.items()}
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).tolist()
+        for name, value in tensors.items()
+    }
+
+
+def save_sharded(rank: Rank) -> Any:
+    from milepost import Checkpointer
+
+    model, optimizer = sharded_run(rank)
+    steps_of(model, optimizer, 3)
+    with Checkpointer(rank.root) as ck:
+        ck.save(3, {"model": model, "optimizer": optimizer}).wait(60)
+    saved = whole(model, optimizer)
+    steps_of(model, optimizer, 2)
+    return saved, whole(model, optimizer)
+
+
+def resume_sharded(rank: Rank) -> Any:
+    """Load into a fresh run with a bare optimizer, and into a model without memory."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    import milepost
+
+    model, optimizer = sharded_run(rank)
+    report = milepost.load(rank.root, {"model": model, "optimizer": optimizer})
+    assert () == report.unexpected
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    assert 8 == sum(isinstance(value, DTensor) for value in moments)
+    loaded = whole(model, optimizer)
+    steps_of(model, optimizer, 2)
+
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    fully_shard(empty)
+    state = {"model": dict(empty.state_dict())}
+    milepost.load(rank.root, state)
+    gathered = {name: value.full_tensor().tolist() for name, value in state["model"].items()}
+    assert gathered == {name: loaded[name] for name in gathered}
+    return loaded, whole(model, optimizer)
+
+
+def test_a_fresh_bare_optimizer_of_a_sharded_model_goes_on_on_any_number_of_ranks(
+    folder: Path,
+) -> None:
+    root = folder / "root"
+    with nodes(folder, 1, root) as (node,):
+        saved, trained = run_ranks(save_sharded, root, [node, node])[0]
+    again = run_ranks(resume_sharded, root, [None, None], seed=99)
+    assert [(saved, trained)] * 2 == again
+    for loaded, _ in run_ranks(resume_sharded, root, [None] * 3, seed=99):
+        assert saved == loaded
+
+
 def read_only_first(rank: Rank) -> dict[str, Any]:
     """Meet a root that cannot be written to, load from it, and save once it can."""
     import torch

@@ -344,7 +344,9 @@ def _like_parameter(
     such parameter.
     """
     parameter = (parameters or {}).get(name)
-    if parameter is None or tuple(parameter.shape) != tuple(entry.size):
+    if parameter is None or parameter.device.type == "meta":
+        return None
+    if tuple(parameter.shape) != tuple(entry.size):
         return None
     return torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
 

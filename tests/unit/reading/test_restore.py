@@ -147,6 +147,7 @@ def test_optimizers_and_schedules_go_on_as_if_nothing_had_been(
     state = state_of(*again)
     report = load(path, state)
     assert () == report.unexpected
+    flatten(state)  # no two keys of it are the same text: it can be saved again
     if form != "stateful":
         inner = state if form == "bare" else state["app"]
         model.load_state_dict(inner["model"])
@@ -156,6 +157,48 @@ def test_optimizers_and_schedules_go_on_as_if_nothing_had_been(
     assert_equal(parts[0].state_dict(), model.state_dict())
     assert_equal(parts[1].state_dict(), optimizer.state_dict())
     assert_equal(parts[2].state_dict(), schedule.state_dict())
+
+
+def test_parameters_without_state_stay_so_and_others_get_theirs(tmp_path: Path) -> None:
+    def make(*, is_thawed: bool) -> tuple[nn.ParameterList, torch.optim.Optimizer]:
+        parameters = nn.ParameterList([torch.ones(2), torch.ones(2), torch.ones(2)])
+        parameters[1].requires_grad_(is_thawed)
+        return parameters, torch.optim.AdamW(parameters.parameters(), lr=0.1)
+
+    def step(parameters: nn.ParameterList, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        loss = sum(each.square().sum() for each in parameters[:2] if each.requires_grad)
+        torch.autograd.backward(loss)
+        optimizer.step()
+
+    # The second is thawed, the third gets no gradient.
+    saved_by = make(is_thawed=True)
+    step(*saved_by)
+    path = stock_save(tmp_path / "stock", {"optimizer": saved_by[1]})
+    fresh, stepped = make(is_thawed=True), make(is_thawed=False)
+    step(*stepped)
+    for parameters, optimizer in (fresh, stepped):
+        assert () == load(path, {"optimizer": optimizer}).unexpected
+        state = optimizer.state_dict()["state"]
+        assert_equal(saved_by[1].state_dict()["state"], state)
+        assert [0, 1] == list(state)
+        step(parameters, optimizer)
+
+
+def test_a_group_option_that_an_old_checkpoint_lacks_is_named_and_partial_keeps_it(
+    tmp_path: Path,
+) -> None:
+    optimizer = torch.optim.AdamW(nn.Linear(1, 1).parameters(), lr=0.5)
+    old = optimizer.state_dict()
+    del old["param_groups"][0]["amsgrad"]
+    path = stock_save(tmp_path / "stock", {"optimizer": old})
+    fresh = torch.optim.AdamW(nn.Linear(1, 1).parameters(), lr=0.1, amsgrad=True)
+    with pytest.raises(LoadFailed, match=r"'optimizer\.param_groups\.0\.amsgrad'"):
+        load(path, {"optimizer": fresh})
+    report = load(path, {"optimizer": fresh}, partial=True)
+    assert ("optimizer.param_groups.0.amsgrad",) == report.untouched
+    group = fresh.param_groups[0]
+    assert (0.5, True) == (group["lr"], group["amsgrad"])
 
 
 # --- empty places -------------------------------------------------------------------------------
