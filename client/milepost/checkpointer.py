@@ -553,7 +553,7 @@ class Checkpointer:
             step: which one; None: the latest.
             partial: leave keys that the checkpoint does not hold as they are.
             source: "storage", or "auto", which is the same here.
-            verify: read all of it once before, divided among the ranks, and check its checksums.
+            verify: compare what is read with its checksums.
             fallback: where it is damaged, load the newest older one that is whole.
             cast: convert tensors of other dtypes, as `Tensor.to` does; not if that changes
                 integers.
@@ -562,7 +562,8 @@ class Checkpointer:
         Raises:
             LoadFailed: "not-found": there is no such checkpoint; "load-failed": keys are missing,
                 or it does not fit; "shape-mismatch", "dtype-mismatch", "unsafe-object".
-            CorruptCheckpoint: it is damaged.
+            CorruptCheckpoint: it is damaged; names files and keys, and what of the state was
+                overwritten before that was found.
         """
         self._check_open()
         check_choice("source", source, ("auto", "storage"))

@@ -6,6 +6,7 @@ Columns where the manifest carries those of this very `.metadata`, else columns 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -24,16 +25,23 @@ from milepost.dcp_format.columns import (
     unpack_columns,
 )
 from milepost.dcp_format.index import read_metadata
-from milepost.errors import LoadFailed
+from milepost.errors import CorruptCheckpoint
 from milepost.fetching.copying import narrowed
 from milepost.fetching.intersection import Chunks, missing
 from milepost.fetching.requests import Blob, ObjectRead, TensorRead
-from milepost.format.manifest import METADATA_NAME, Manifest, Summary, read_manifest, read_summary
+from milepost.format.manifest import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    Manifest,
+    Summary,
+    read_manifest,
+    read_summary,
+)
 from milepost.wire.offers import Box
 
 
-class Wanted(NamedTuple):
-    """A box of a tensor, and the memory it is to fill, of the box's sizes."""
+class Destination(NamedTuple):
+    """A box of a tensor, and the memory it is to fill; `memory` has the box's sizes."""
 
     key: str
     offsets: Box
@@ -46,11 +54,15 @@ class CheckpointIndex:
     Attributes:
         columns: its index.
         manifest: its manifest, blobs left out; None without one.
-        damage: what is wrong with `.metadata`, or nothing.
+        damage: what is wrong with manifest or `.metadata`, or nothing.
     """
 
     def __init__(
-        self, columns: Columns, manifest: Summary | None, damage: str, metadata: Metadata | None
+        self,
+        columns: Columns,
+        manifest: Summary | None = None,
+        damage: str = "",
+        metadata: Metadata | None = None,
     ) -> None:
         self.columns = columns
         self.manifest = manifest
@@ -63,11 +75,19 @@ class CheckpointIndex:
         """The index in torch's form. Raises UsageError for a dtype that this torch lacks."""
         return as_metadata(self.columns) if self._metadata is None else self._metadata
 
-    def tensor_reads(self, wanted: Iterable[Wanted]) -> list[TensorRead]:
+    @cached_property
+    def is_transformed(self) -> bool:
+        """Whether blobs were written through torch's stream extensions, as compression is."""
+        return self._metadata is not None and any(
+            getattr(info, "transform_descriptors", None)
+            for info in self._metadata.storage_data.values()
+        )
+
+    def tensor_reads(self, wanted: Iterable[Destination]) -> list[TensorRead]:
         """Return the reads that fill memory; several for what lies in several chunks.
 
-        Raises LoadFailed for elements that no chunk holds or no file, KeyError for unknown keys,
-        UsageError for those of objects.
+        Raises CorruptCheckpoint for elements that no chunk holds or no file, KeyError for unknown
+        keys, UsageError for those of objects.
         """
         columns, reads = self.columns, list[TensorRead]()
         numbers, counts, firsts, sizes = (
@@ -95,7 +115,7 @@ class CheckpointIndex:
         offsets, sizes = self.columns.bounds(number)
         return not any(offsets) and tuple(sizes) == self.columns.sizes[number]
 
-    def _parts(self, wanted: Wanted, number: int, dtype: torch.dtype) -> Iterable[TensorRead]:
+    def _parts(self, wanted: Destination, number: int, dtype: torch.dtype) -> Iterable[TensorRead]:
         key, offsets, memory = wanted
         chunks = self._chunks.get(number)
         if chunks is None:
@@ -104,11 +124,10 @@ class CheckpointIndex:
         sizes = tuple(memory.shape)
         found = chunks.overlaps(offsets, sizes)
         if missing(sizes, found) > 0:
-            raise LoadFailed(
-                "load-failed",
-                f"the index has no shard for {missing(sizes, found)} elements of {key!r} that are "
+            raise CorruptCheckpoint(
+                "corrupt",
+                f"no shard holds {missing(sizes, found)} of the elements of {key!r} that are "
                 f"wanted from {list(offsets)} on, {list(sizes)} long",
-                "`milepost verify` tells what else is wrong with the checkpoint",
             )
         for chunk, stored_at, wanted_at, extent in found:
             blob = self._blob(key, self.columns.firsts[number] + chunk)
@@ -116,7 +135,7 @@ class CheckpointIndex:
             yield TensorRead(key, blob, dtype, chunks.sizes_of(chunk), stored_at, extent, part)
 
     def object_reads(self, keys: Iterable[str]) -> list[ObjectRead]:
-        """Return the reads of objects. Raises LoadFailed for one that no file holds."""
+        """Return the reads of objects. Raises CorruptCheckpoint for one that no file holds."""
         columns = self.columns
         return [ObjectRead(key, self._blob(key, columns.firsts[columns.numbers[key]]))
                 for key in keys]  # fmt: skip
@@ -125,47 +144,57 @@ class CheckpointIndex:
         columns = self.columns
         file = columns.files_of[chunk]
         if file == NO_PLACE:
-            raise LoadFailed("load-failed", f"the index names no file for a part of {key!r}")
+            raise CorruptCheckpoint("corrupt", f"no file holds a part of {key!r}")
         crc = -1 if columns.crcs is None else columns.crcs[chunk]
         return Blob(columns.files[file], columns.ats[chunk], columns.lengths[chunk], crc)
 
 
-def read_index(checkpoint: Path) -> CheckpointIndex:
+def read_index(checkpoint: Path, *, allow_pickle: bool = False) -> CheckpointIndex:
     """Read a checkpoint's index, by the manifest's columns where they are those of `.metadata`.
 
-    Raises LoadFailed, CorruptCheckpoint as `read_metadata` does; CorruptCheckpoint for a manifest
-    that is damaged.
+    What is wrong with the manifest, or does not agree, is the result's `damage`; then the index is
+    what `.metadata` says. `allow_pickle` is as for `read_metadata`, and so is what is raised.
     """
-    summary = _read_summary(checkpoint)
-    damage = ""
+    summary, damage = _read_summary(checkpoint)
     if summary is not None and summary.index_crc >= 0:
-        damage, is_same = _compare(checkpoint, summary.index_crc)
-        if summary.index and is_same:
-            return CheckpointIndex(unpack_columns(summary.index), summary, "", None)
-    metadata = read_metadata(checkpoint)
-    columns = columns_of(metadata)
+        damage = _compare(checkpoint, summary.index_crc)
+        if summary.index and not damage:
+            with suppress(CorruptCheckpoint):
+                return CheckpointIndex(unpack_columns(summary.index), summary)
+    metadata = read_metadata(checkpoint, allow_pickle=allow_pickle)
+    try:
+        columns = columns_of(metadata)
+    except ValueError as error:
+        raise CorruptCheckpoint("corrupt", f"{checkpoint / METADATA_NAME}: {error}") from error
     if summary is not None:
-        columns.crcs = _crcs(columns, read_manifest(checkpoint) or Manifest())
+        try:
+            columns.crcs = _crcs(columns, read_manifest(checkpoint) or Manifest())
+        except (CorruptCheckpoint, ValueError, IndexError) as error:
+            summary, damage = None, damage or f"{MANIFEST_NAME}: its columns do not agree: {error}"
     return CheckpointIndex(columns, summary, damage, metadata)
 
 
-def _read_summary(checkpoint: Path) -> Summary | None:
+def _read_summary(checkpoint: Path) -> tuple[Summary | None, str]:
+    """Return the manifest without its blobs, if it can be read, and else why not."""
     try:
-        return read_summary(checkpoint)
+        return read_summary(checkpoint), ""
+    except CorruptCheckpoint as error:
+        return None, f"{MANIFEST_NAME}: {error.message}"
     except OSError as error:
-        text = f"the manifest of {checkpoint} cannot be read: {error.strerror or error}"
-        raise LoadFailed("io-error", text) from error
+        reason = str(error.strerror or error).lower()
+        return None, f"{MANIFEST_NAME}: cannot be read: {reason}"
 
 
-def _compare(checkpoint: Path, written: int) -> tuple[str, bool]:
-    """Return what is wrong with `.metadata`, and whether it is the one the manifest is about."""
+def _compare(checkpoint: Path, written: int) -> str:
+    """Return what is wrong with `.metadata`, by the checksum that the manifest has of it."""
     try:
         found = isal_zlib.crc32((checkpoint / METADATA_NAME).read_bytes())
-    except OSError:
-        return "", False  # Whoever reads it as an index says so.
+    except OSError as error:
+        # Whoever reads it as an index says more.
+        return f"{METADATA_NAME}: {error}"
     if found == written:
-        return "", True
-    return f"its checksum is {found:08x}, the manifest has {written:08x}", False
+        return ""
+    return f"{METADATA_NAME}: its checksum is {found:08x}, the manifest has {written:08x}"
 
 
 def _crcs(columns: Columns, manifest: Manifest) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint's blobs, by torch's own reader.
+"""Bytes of a checkpoint's blobs: by `fetch`, and by torch's own reader where only that one can.
 
 What is wanted, and where it goes, is decided elsewhere: a `BlobReader` is told keys and memory. It
 is made once a load, and every rank of the group calls the same of its methods in the same order.
@@ -7,6 +7,7 @@ is made once a load, and every rank of the group calls the same of its methods i
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, cast
@@ -23,7 +24,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from milepost.reading.destinations import Destination
+from milepost.errors import CorruptCheckpoint, listed
+from milepost.fetching.checksums import KnownChecksums
+from milepost.fetching.fetch import fetch
+from milepost.fetching.index import CheckpointIndex, Destination
+from milepost.fetching.requests import Fetched, ObjectRead, TensorRead
+
+log = logging.getLogger("milepost")
 
 
 class BlobReader(Protocol):
@@ -36,6 +43,67 @@ class BlobReader(Protocol):
     def fill(self, destinations: Sequence[Destination]) -> None:
         """Fill memory with elements of tensors; of another dtype, as `Tensor.copy_` converts."""
         ...
+
+
+class FetchReader:
+    """Reads by `fetch`, which checks what it reads.
+
+    Args:
+        checkpoint: its directory.
+        index: what `read_index` has read there.
+        is_checked: compare checksums.
+
+    Raises CorruptCheckpoint for what is damaged, naming files and keys, and what of the memory was
+    written to before that was found.
+    """
+
+    def __init__(self, checkpoint: Path, index: CheckpointIndex, *, is_checked: bool) -> None:
+        self._checkpoint = checkpoint
+        self._index = index
+        self._checksums = KnownChecksums(index.manifest)
+        self._is_checked = is_checked
+
+    def objects(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """See `BlobReader`."""
+        found = self._fetch([], self._index.object_reads(keys))
+        return dict(zip(keys, found.objects, strict=True))
+
+    def fill(self, destinations: Sequence[Destination]) -> None:
+        """See `BlobReader`."""
+        self._fetch(self._index.tensor_reads(destinations), [])
+
+    def _fetch(self, tensors: Sequence[TensorRead], objects: Sequence[ObjectRead]) -> Fetched:
+        found = fetch(
+            self._checkpoint, tensors, objects, self._checksums, is_checked=self._is_checked
+        )
+        if found.unchecked:
+            log.info(
+                "%s has no checksums for %d keys: %s",
+                self._checkpoint, len(found.unchecked), listed(list(map(repr, found.unchecked))),
+            )  # fmt: skip
+        if not found.damages:
+            return found
+        damages = [
+            f"{file}: {key + ': ' if key else ''}{text}"
+            for file, key, text in dict.fromkeys(found.damages)
+        ]
+        told = [listed(damages, "; ")]
+        written = list(dict.fromkeys(tensors[number].key for number in found.touched))
+        if written:
+            told.append(
+                f"{len(written)} tensors were written to before this was found: "
+                f"{listed(list(map(repr, written)))}"
+            )
+        raise damaged(self._checkpoint, "; ".join(told))
+
+
+def damaged(checkpoint: Path, text: str) -> CorruptCheckpoint:
+    """Return the error of a checkpoint that is not what was written."""
+    return CorruptCheckpoint(
+        "corrupt",
+        f"{checkpoint} is damaged: {text}",
+        "load another step, or fallback=True; verify=False loads it as it is",
+    )
 
 
 class TorchReader:

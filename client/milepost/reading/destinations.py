@@ -6,21 +6,13 @@ Boxes are found as for saving, so that whatever can be saved can be loaded into.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 
+from milepost.fetching.index import Destination
 from milepost.state.collecting import sort_out
 from milepost.state.tensors import Sort, sort_of
-from milepost.wire.offers import Box, Kind
-
-
-class Destination(NamedTuple):
-    """A box of a tensor, and the memory it is to fill; `memory` has the box's sizes."""
-
-    key: str
-    offsets: Box
-    memory: torch.Tensor
+from milepost.wire.offers import Kind
 
 
 def destinations_of(

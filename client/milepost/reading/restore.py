@@ -15,22 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import msgpack
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from milepost.dcp_format.index import read_metadata
-from milepost.errors import NAMED_MAX, CorruptCheckpoint, LoadFailed, MilepostError, listed
-from milepost.format.manifest import METADATA_NAME
-from milepost.link.rendezvous import Group, gather, tell_all
-from milepost.reading.blobs import BlobReader, TorchReader
-from milepost.reading.destinations import Destination, destinations_of
+from milepost.errors import CorruptCheckpoint, LoadFailed, MilepostError, listed
+from milepost.fetching.index import Destination, read_index
+from milepost.link.rendezvous import Group
+from milepost.reading.blobs import BlobReader, FetchReader, TorchReader, damaged
+from milepost.reading.destinations import destinations_of
 from milepost.reading.matching import Landing, Match, match
 from milepost.reading.nesting import CannotNest, SavedNesting, add_empty, put, rename_parameters
 from milepost.reading.objects import ObjectRefused, load_object
 from milepost.reading.template import Template, read_template
 from milepost.reading.verdict import Verdicts
-from milepost.reading.verification import index_damage, verify
 from milepost.reading.wrappers import find_mismatch
 
 log = logging.getLogger("milepost")
@@ -113,8 +110,6 @@ def load_checkpoint(
     verdicts = Verdicts(group, topic, timeout_s)
     load = _Load(checkpoint, options, group.rank)
     verdicts.share("wanted", lambda: load.prepare(state))
-    if options.verify:
-        check_whole(checkpoint, group, f"{topic}/verify", timeout_s, options.allow_pickle)
     verdicts.share("objects", load.read_objects)
     verdicts.share("tensors", load.read_tensors)
     verdicts.share("handed", load.hand_over)
@@ -162,46 +157,6 @@ def _tell(report: LoadReport, options: LoadOptions) -> None:
         )  # fmt: skip
 
 
-def check_whole(
-    checkpoint: Path, group: Group, topic: str, timeout_s: float, allow_pickle: bool
-) -> None:
-    """Read every byte of a checkpoint once, divided among the ranks, and compare it with its
-    checksums; all ranks of the group call it.
-
-    torch writes checksums and never looks at them: a flipped bit loads as a wrong weight. What is
-    read here stays in the page cache for the load that follows.
-
-    Raises CorruptCheckpoint on every rank if any has found damage, naming file and tensor.
-    """
-    try:
-        share = (group.rank, group.world)
-        damages = verify(checkpoint, share=share, allow_pickle=allow_pickle).damages
-        told = [f"{damage.file}: {damage.key + ': ' if damage.key else ''}{damage.text}"
-                for damage in damages]  # fmt: skip
-    except MilepostError as error:
-        told = [error.message]
-    packed = msgpack.packb(told[:NAMED_MAX])
-    if group.rank:
-        gather(group, topic, packed, timeout_s)
-
-    def judge() -> bytes:
-        said = gather(group, topic, packed, timeout_s)
-        found = list(dict.fromkeys(text for each in said for text in msgpack.unpackb(each)))
-        if found:
-            raise _damaged(checkpoint, listed(found, "; "))
-        return b""
-
-    tell_all(group, topic, judge, timeout_s + 30)
-
-
-def _damaged(checkpoint: Path, text: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(
-        "corrupt",
-        f"{checkpoint} is damaged: {text}",
-        "load another step, or fallback=True; verify=False loads it as it is",
-    )
-
-
 class _Load:
     """One load on one rank; its methods are called in this order."""
 
@@ -227,13 +182,10 @@ class _Load:
         self._is_whole = state is None
         # First of all, since a `state_dict()` may talk to the other ranks.
         self.template = read_template({} if state is None else state)
-        if self._options.verify and self._rank == 0:
-            text = index_damage(self._checkpoint)
-            if text:
-                raise _damaged(self._checkpoint, f"{METADATA_NAME}: {text}")
-        metadata = read_metadata(
-            self._checkpoint / METADATA_NAME, allow_pickle=self._options.allow_pickle
-        )
+        index = read_index(self._checkpoint, allow_pickle=self._options.allow_pickle)
+        if self._options.verify and index.damage:
+            raise damaged(self._checkpoint, index.damage)
+        metadata = index.metadata
         self.match = match(
             self.template,
             metadata,
@@ -247,7 +199,11 @@ class _Load:
         self._check()
         for box in boxes:
             self._place(box, metadata)
-        self._reader = TorchReader(self._checkpoint, metadata)
+        self._reader = (
+            TorchReader(self._checkpoint, metadata)
+            if index.is_transformed
+            else FetchReader(self._checkpoint, index, is_checked=self._options.verify)
+        )
 
     def _check(self) -> None:
         """Raise LoadFailed with all that does not fit."""

@@ -86,14 +86,12 @@ def verify(
     *,
     on_total: Callable[[int], None] | None = None,
     on_bytes: Callable[[int], None] | None = None,
-    share: tuple[int, int] = (0, 1),
     allow_pickle: bool = False,
 ) -> Verification:
-    """Read and check all of a checkpoint, or a share of it. Damage is returned, not raised.
+    """Read and check all of a checkpoint. Damage is returned, not raised.
 
     Args:
         checkpoint: its directory.
-        share: (i, n): only every n-th data file from the i-th on, for n readers that divide them.
         allow_pickle: as for `read_metadata`.
         on_total: told once how many bytes will be read.
         on_bytes: told how many more were read; from several threads.
@@ -104,7 +102,7 @@ def verify(
     plan = _plan(checkpoint, allow_pickle)
     if on_total is not None:
         on_total(sum(blob.length for blobs in plan.blobs.values() for blob in blobs))
-    names = sorted(plan.blobs.keys() | plan.file_bytes.keys())[share[0] :: share[1]]
+    names = sorted(plan.blobs.keys() | plan.file_bytes.keys())
     report = on_bytes or (lambda _: None)
     with ThreadPoolExecutor(READERS, thread_name_prefix="verify") as readers:
         found = list(
@@ -188,17 +186,6 @@ def _read_index(
         text = "missing" if error.code == "not-found" else error.message
         damages.append(Damage(file=METADATA_NAME, key="", text=text))
     return None
-
-
-def index_damage(checkpoint: Path) -> str:
-    """Return what is wrong with the index's bytes, or nothing; also if there is no manifest that
-    tells.
-    """
-    try:
-        manifest = read_manifest(checkpoint)
-    except (CorruptCheckpoint, OSError):
-        return ""  # `verify` names that.
-    return "" if manifest is None else _index_damage(checkpoint, manifest)
 
 
 def _index_damage(checkpoint: Path, manifest: Manifest) -> str:

@@ -28,7 +28,7 @@ from milepost.dcp_format.columns import columns_of, pack_columns
 from milepost.dcp_format.index import read_metadata
 from milepost.fetching.checksums import KnownChecksums
 from milepost.fetching.fetch import fetch
-from milepost.fetching.index import Wanted, read_index
+from milepost.fetching.index import Destination, read_index
 from milepost.fetching.requests import Fetched
 from milepost.format.manifest import (
     MANIFEST_NAME,
@@ -170,13 +170,13 @@ def make_cold(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def whole(tensors: Mapping[str, torch.Tensor]) -> list[Wanted]:
+def whole(tensors: Mapping[str, torch.Tensor]) -> list[Destination]:
     """All of each tensor, into itself."""
-    return [Wanted(key, (0,) * memory.dim(), memory) for key, memory in tensors.items()]
+    return [Destination(key, (0,) * memory.dim(), memory) for key, memory in tensors.items()]
 
 
 def fetch_into(
-    folder: Path, wanted: Sequence[Wanted], objects: Sequence[str] = (), **more: Any
+    folder: Path, wanted: Sequence[Destination], objects: Sequence[str] = (), **more: Any
 ) -> Fetched:
     """Fetch by a checkpoint's own index."""
     index = read_index(folder)

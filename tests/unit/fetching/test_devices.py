@@ -18,7 +18,7 @@ from tests.unit.fetching.test_fetch import bits, shrink, values
 from milepost.fetching import copying, fetch, planning
 from milepost.fetching.devices import Devices
 from milepost.fetching.files import Buffer
-from milepost.fetching.index import Wanted
+from milepost.fetching.index import Destination
 from milepost.staging.streams import Streams
 
 
@@ -98,7 +98,7 @@ def test_no_buffer_is_used_anew_before_the_device_is_done_with_it(
     folder = write_checkpoint(tmp_path / "c", [chunks], align=align)
     memory = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
     strips = torch.zeros(90, 100).t()
-    wanted = [*whole(memory), Wanted("large", (150, 0), strips)]
+    wanted = [*whole(memory), Destination("large", (150, 0), strips)]
     done = fetch_into(folder, wanted, threads=threads)
     assert [] == done.damages
     assert all(bits(tensors[key]) == bits(memory[key]) for key in tensors)
@@ -135,7 +135,7 @@ def test_a_gpus_memory_is_filled(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "c", [chunks], align=64)
     memory = {key: torch.zeros_like(t, device="cuda") for key, t in tensors.items()}
     strips = torch.zeros(1000, 100, device="cuda").t()
-    done = fetch_into(folder, [*whole(memory), Wanted("large", (1500, 0), strips)])
+    done = fetch_into(folder, [*whole(memory), Destination("large", (1500, 0), strips)])
     assert [] == done.damages
     assert all(bits(tensors[key]) == bits(memory[key].cpu()) for key in tensors)
     assert bits(tensors["large"][1500:1600]) == bits(strips.cpu())

@@ -27,7 +27,7 @@ from tests.unit.fetching.checkpoints import (
 from milepost.fetching import blocks, copying, fetch, filling, planning, tasks
 from milepost.fetching.checksums import KnownChecksums
 from milepost.fetching.files import DataFile
-from milepost.fetching.index import Wanted, read_index
+from milepost.fetching.index import Destination, read_index
 from milepost.wire.offers import Box
 
 DTYPES = (
@@ -108,7 +108,7 @@ def part_of(tensor: torch.Tensor, at: Box, sizes: Box) -> torch.Tensor:
 
 
 @st.composite
-def wishes(draw: st.DrawFn, key: str, tensor: torch.Tensor) -> Wanted:
+def wishes(draw: st.DrawFn, key: str, tensor: torch.Tensor) -> Destination:
     """A box of a tensor, and memory of some form for it."""
     at = tuple(draw(st.integers(0, n)) if draw(st.booleans()) else 0 for n in tensor.shape)
     sizes = tuple(
@@ -120,7 +120,7 @@ def wishes(draw: st.DrawFn, key: str, tensor: torch.Tensor) -> Wanted:
         dtype = torch.float64
     memory = values(sizes, dtype, seed=7)
     form = draw(st.sampled_from(["as it is", "as it is", "transposed", "spread", "part"]))
-    return Wanted(key, at, stored_as(memory, form))
+    return Destination(key, at, stored_as(memory, form))
 
 
 @given(data=st.data())
@@ -186,7 +186,7 @@ def test_a_table_on_other_ranks_is_read_in_four_parts(tmp_path: Path) -> None:
     reads = []
     for rank in range(3):
         memory = torch.zeros(4, 4)
-        wanted = [Wanted("t", (4 * rank, 0), memory)]
+        wanted = [Destination("t", (4 * rank, 0), memory)]
         reads.append([read.blob.file for read in read_index(folder).tensor_reads(wanted)])
         done = fetch_into(folder, wanted)
         assert torch.equal(table[4 * rank : 4 * rank + 4], memory)
@@ -207,7 +207,7 @@ def test_a_weight_in_quarters_is_read_into_strips_in_exactly_eight_reads(tmp_pat
     count = 0
     for rank in range(4):
         memory = torch.zeros(8, 2)
-        wanted = [Wanted("w", (0, 2 * rank), memory)]
+        wanted = [Destination("w", (0, 2 * rank), memory)]
         reads = read_index(folder).tensor_reads(wanted)
         count += len(reads)
         assert {(4, 2)} == {read.sizes for read in reads}
@@ -244,7 +244,7 @@ def test_of_a_large_tensor_the_stretches_around_a_part_are_read(tmp_path: Path) 
         stretch_bytes=1 << 16,
     )
     memory = torch.zeros(1000)
-    done = fetch_into(folder, [Wanted("t", (500_000,), memory)])
+    done = fetch_into(folder, [Destination("t", (500_000,), memory)])
     assert bits(large[500_000:501_000]) == bits(memory)
     assert done.read_bytes <= 3 << 16
     rows = large.view(1024, 1024)
@@ -252,7 +252,7 @@ def test_of_a_large_tensor_the_stretches_around_a_part_are_read(tmp_path: Path) 
         tmp_path / "d", [[Chunk("t", (1024, 1024), (0, 0), rows)]], known="nothing"
     )
     column = torch.zeros(4, 1)
-    done = fetch_into(folder, [Wanted("t", (100, 5), column)], is_checked=False)
+    done = fetch_into(folder, [Destination("t", (100, 5), column)], is_checked=False)
     assert bits(rows[100:104, 5:6]) == bits(column)
     assert done.read_bytes <= 4 * 4096 + 10_000
 
