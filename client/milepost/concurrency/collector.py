@@ -30,8 +30,9 @@ class _Switch:
     """Who wants the collector off, and whether it is to be on again after the last one.
 
     Without a lock: a signal handler may run in the middle of this on the main thread, and wait for
-    a thread that wants to come by here. In any order of steps the last one to go leaves it on if
-    it was; at worst it is on too early, which costs time only.
+    a thread that wants to pause the collector (docs/design/0010-interrupts.md). In any order of
+    steps the last one to go leaves it on if it was; at worst it is on too early, which costs only
+    time.
     """
 
     def __init__(self) -> None:

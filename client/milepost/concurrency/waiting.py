@@ -20,8 +20,9 @@ WAIT_TOLD_S: Final = 15.0
 def make_condition() -> threading.Condition:
     """Return a condition that a trainer's threads may use beside signal handlers that raise.
 
-    `Condition.__enter__` is Python code: what a handler raises between its taking the lock and its
-    return leaves the lock taken for ever. A lock's own is not.
+    `Condition.__enter__` is Python code: if a handler raises between its taking the lock and its
+    return, the lock stays taken for ever. A lock's own `__enter__` is not Python code. See
+    docs/design/0010-interrupts.md.
     """
     lock = threading.RLock()
     own = {"__enter__": lock.__enter__, "__exit__": lock.__exit__}

@@ -242,7 +242,8 @@ def _touch_all(
                 others.append(other)
         work()
     finally:
-        # After an interrupt, too, no thread may touch what the caller is about to unmap.
+        # After an interrupt, too, no thread may touch what the caller is about to unmap. See
+        # docs/design/0010-interrupts.md.
         for _ in pieces:
             pass
         for each in others:

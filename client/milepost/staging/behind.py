@@ -158,7 +158,7 @@ class BehindStaging(Staging):
     def settle(self) -> None:
         """Return once no copy is under way, and what came of the last one was told."""
         # Forgotten afterwards only: another thread's step must find it meanwhile, and so must the
-        # next call if this one is interrupted.
+        # next call if this one is interrupted. See docs/design/0010-interrupts.md.
         if self._copy is not None:
             self._copy.join()
         self._copy = None

@@ -236,7 +236,8 @@ class Copy:
 
     @property
     def _is_coming(self) -> bool:
-        # Whoever was to give it to a thread may have been interrupted: then nobody comes.
+        # Whoever was to give it to a thread may have been interrupted: then nobody comes. See
+        # docs/design/0010-interrupts.md.
         return self._is_given or self._is_running
 
     def cancel(self) -> None:

@@ -289,7 +289,8 @@ class _Matching:
         )
         known = self._known
         if known is None or known[0] != asked:
-            # In one step: an interrupt must not leave one save's answer to another's question.
+            # In one step: an interrupt must not leave one save's answer to another's question. See
+            # docs/design/0010-interrupts.md.
             known = self._known = (
                 asked,
                 *self._match(parameters, state, unmatched, found, others, given),

@@ -1,7 +1,8 @@
 """A rank's slots: which saves hold one, waiting until one is free, and starting over.
 
 Owns the stager, and knows nothing of daemons or states: what a save is called and whether it is
-over comes from the caller.
+over comes from the caller. How a save that was interrupted is survived:
+docs/design/0010-interrupts.md.
 """
 
 from __future__ import annotations

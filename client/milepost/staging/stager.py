@@ -374,7 +374,8 @@ class Stager:
     def abandon(self) -> None:
         """Remove all arenas in whatever state they are, also files that an interrupted call left.
 
-        New arenas get numbers that none of these has. Only once nobody reads an image.
+        New arenas get numbers that none of these has. Only once nobody reads an image. See
+        docs/design/0010-interrupts.md.
         """
         for each in self._all():
             with suppress(Exception):

@@ -64,6 +64,7 @@ class Fingerprints:
         """Return `fingerprint(items, extra)`. The items' columns must not change afterwards."""
         structure = _structure(items, extra)
         if structure != self._known[0]:
-            # In one step: an interrupt must not leave one structure with the name of another.
+            # In one step: an interrupt must not leave one structure with the name of another. See
+            # docs/design/0010-interrupts.md.
             self._known = structure, _hashed(structure)
         return self._known[1]
