@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.cluster import Node, nodes
+
 
 @contextlib.contextmanager
 def _short_folder() -> Iterator[Path]:
@@ -33,3 +35,16 @@ def module_folder() -> Iterator[Path]:
     """A folder that the tests of a module share, for one run of ranks that many of them look at."""
     with _short_folder() as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def pair(module_folder: Path) -> Iterator[list[Node]]:
+    """Two daemons for the tests of a module that ask nothing of a daemon but that it saves."""
+    with nodes(module_folder, 2, module_folder) as started:
+        yield started
+
+
+@pytest.fixture
+def root(module_folder: Path) -> Path:
+    """A root for one test of those that share the `pair`."""
+    return Path(tempfile.mkdtemp(prefix="test-", dir=module_folder)) / "root"

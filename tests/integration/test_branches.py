@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.integration.cluster import Rank, nodes, run_ranks
+from tests.integration.cluster import Node, Rank, run_ranks
 
 
 def roll_back(rank: Rank) -> dict[str, Any]:
@@ -35,10 +35,11 @@ def roll_back(rank: Rank) -> dict[str, Any]:
         }
 
 
-def test_rolling_back_in_one_process_replaces_the_abandoned_future(folder: Path) -> None:
-    root = folder / "root"
-    with nodes(folder, 2, root) as (first, second):
-        told = run_ranks(roll_back, root, [first, first, second])
+def test_rolling_back_in_one_process_replaces_the_abandoned_future(
+    pair: list[Node], root: Path
+) -> None:
+    first, second = pair
+    told = run_ranks(roll_back, root, [first, first, second])
     for each in told:
         assert [1.0] * 10 == each["back"]
         assert [23.0] * 10 == each["again"]
@@ -80,11 +81,10 @@ def alternate(rank: Rank) -> list[Any]:
 
 
 def test_structures_that_alternate_keep_their_layouts_and_paths_are_part_of_them(
-    folder: Path,
+    pair: list[Node], root: Path
 ) -> None:
-    root = folder / "root"
-    with nodes(folder, 1, root) as (node,):
-        (told,) = run_ranks(alternate, root, [node])
+    node, _ = pair
+    (told,) = run_ranks(alternate, root, [node])
     assert [12.0] * 3 == told[0]
     assert [17.0] * 3 == told[1]
     assert ({"a.b": ("a", "b"), "o.x": ("o", "x")}, False) == told[2]
@@ -137,11 +137,10 @@ def mishandle(rank: Rank) -> dict[str, Any]:
 
 
 def test_a_fork_threads_and_a_cleaner_of_shared_memory_cost_one_save_at_most(
-    folder: Path,
+    pair: list[Node], root: Path
 ) -> None:
-    root = folder / "root"
-    with nodes(folder, 1, root) as (node,):
-        (told,) = run_ranks(mishandle, root, [node])
+    node, _ = pair
+    (told,) = run_ranks(mishandle, root, [node])
     assert 0 == told["child"]
     assert 2 == told["after fork"]
     assert list(range(10, 20)) == told["threads"]

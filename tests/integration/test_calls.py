@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integration.cluster import Rank, nodes, run_ranks, until
+from tests.integration.cluster import Node, Rank, nodes, run_ranks, until
 
 
 def prepare_behind(rank: Rank) -> dict[str, Any]:
@@ -26,10 +26,11 @@ def prepare_behind(rank: Rank) -> dict[str, Any]:
     return {"steps": (first, loaded, second)}
 
 
-def test_whoever_waits_or_loads_waits_for_what_is_prepared_behind(folder: Path) -> None:
-    root = folder / "root"
-    with nodes(folder, 1, root) as (node,):
-        told = run_ranks(prepare_behind, root, [node, node])
+def test_whoever_waits_or_loads_waits_for_what_is_prepared_behind(
+    pair: list[Node], root: Path
+) -> None:
+    node, _ = pair
+    told = run_ranks(prepare_behind, root, [node, node])
     assert [(1, 1, 2)] * 2 == [each["steps"] for each in told]
 
 
@@ -56,11 +57,10 @@ def prepare_what_raises_on_one(rank: Rank) -> dict[str, Any]:
 
 
 def test_a_state_that_raises_in_prepare_on_one_rank_ends_it_on_all_and_the_next_save_commits(
-    folder: Path,
+    pair: list[Node], root: Path
 ) -> None:
-    root = folder / "root"
-    with nodes(folder, 1, root) as (node,):
-        told = run_ranks(prepare_what_raises_on_one, root, [node, node])
+    node, _ = pair
+    told = run_ranks(prepare_what_raises_on_one, root, [node, node])
     assert [1, 1] == [each["step"] for each in told]
     assert "rank 1 could not stage: ValueError('not now')" in told[0]["raised"]
     assert "ValueError('not now')" == told[1]["raised"]
@@ -128,10 +128,9 @@ def save_within_a_save(rank: Rank) -> dict[str, Any]:
         return {"refusals": refusals, "step": ck.save(1, state).wait(60).step}
 
 
-def test_a_call_within_a_call_of_the_same_thread_is_refused(folder: Path) -> None:
-    root = folder / "root"
-    with nodes(folder, 1, root) as (node,):
-        (told,) = run_ranks(save_within_a_save, root, [node])
+def test_a_call_within_a_call_of_the_same_thread_is_refused(pair: list[Node], root: Path) -> None:
+    node, _ = pair
+    (told,) = run_ranks(save_within_a_save, root, [node])
     assert [
         f"{name}() was called within save() by the same thread" in refusal
         for name, refusal in zip(("save", "prepare", "load"), told["refusals"], strict=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.cluster import Rank, nodes, run_ranks
+from tests.integration.cluster import Node, Rank, nodes, run_ranks
 
 
 def sum_of_ranks(rank: Rank) -> float:
@@ -61,20 +61,19 @@ def refuse(rank: Rank) -> dict[str, Any]:
 
 
 def test_a_load_that_one_rank_refuses_ends_at_once_on_both_and_collectives_go_on(
-    folder: Path,
+    pair: list[Node], root: Path
 ) -> None:
-    root = folder / "root"
-    with nodes(folder, 1, root) as (node,):
-        for told in run_ranks(refuse, root, [node, node]):
-            reasons = ["lacks 1 of the keys", "KeyError: 'gone'", "is [4], wanted [5]"]
-            for reason, message in zip(reasons, told["errors"], strict=True):
-                assert "rank 1: " in message
-                assert reason in message
-            # A second: the machine may be busy, and the group's own timeout is half an hour.
-            assert max(told["took_s"]) < 1
-            assert [1.0, 1.0, 1.0] == told["sums"]
-            assert told["untouched"]
-            assert 1 == told["step"]
+    node, _ = pair
+    for told in run_ranks(refuse, root, [node, node]):
+        reasons = ["lacks 1 of the keys", "KeyError: 'gone'", "is [4], wanted [5]"]
+        for reason, message in zip(reasons, told["errors"], strict=True):
+            assert "rank 1: " in message
+            assert reason in message
+        # The machine may be busy, and the group's own timeout is half an hour.
+        assert max(told["took_s"]) < 60
+        assert [1.0, 1.0, 1.0] == told["sums"]
+        assert told["untouched"]
+        assert 1 == told["step"]
 
 
 def sharded_run(rank: Rank) -> tuple[Any, Any]:
@@ -290,9 +289,10 @@ def save_own(rank: Rank) -> Any:
     return [describe(each) for each in (state, report.state, own, report.per_rank)]
 
 
-def test_keys_and_empty_dicts_of_all_ranks_come_back_without_a_template(folder: Path) -> None:
-    root = folder / "root"
-    with nodes(folder, 1, root) as (node,):
-        for state, back, own, own_back in run_ranks(save_own, root, [node, node]):
-            assert state == back
-            assert own == own_back
+def test_keys_and_empty_dicts_of_all_ranks_come_back_without_a_template(
+    pair: list[Node], root: Path
+) -> None:
+    node, _ = pair
+    for state, back, own, own_back in run_ranks(save_own, root, [node, node]):
+        assert state == back
+        assert own == own_back

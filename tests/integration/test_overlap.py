@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.integration import states
-from tests.integration.cluster import Rank, judge, nodes, run_ranks
+from tests.integration.cluster import Node, Rank, judge, run_ranks
 
 SAVES = 15
 ROWS = 64
@@ -121,10 +121,11 @@ def read_generations(_rank: int, _world: int, paths: list[str]) -> list[list[Any
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_every_checkpoint_holds_one_generation_under_a_mutator_that_obeys(folder: Path) -> None:
-    root = folder / "checkpoints"
-    with nodes(folder, 2, root) as (first, second):
-        results = run_ranks(save_in_lockstep, root, [first, second])
+def test_every_checkpoint_holds_one_generation_under_a_mutator_that_obeys(
+    pair: list[Node], root: Path
+) -> None:
+    first, second = pair
+    results = run_ranks(save_in_lockstep, root, [first, second])
     for result in results:
         assert [("committed", step) for step in range(SAVES)] == result["ends"]
     paths = [str(root / f"step_{step}") for step in range(SAVES)]
@@ -165,10 +166,11 @@ def save_torn(rank: Rank) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_torn_copy_fails_its_save_on_every_rank_and_the_next_commits(folder: Path) -> None:
-    root = folder / "checkpoints"
-    with nodes(folder, 2, root) as (first, second):
-        results = run_ranks(save_torn, root, [first, second])
+def test_a_torn_copy_fails_its_save_on_every_rank_and_the_next_commits(
+    pair: list[Node], root: Path
+) -> None:
+    first, second = pair
+    results = run_ranks(save_torn, root, [first, second])
     for result in results:
         code, message = result["torn"]
         assert code == "torn-snapshot"
@@ -228,10 +230,11 @@ def train_sharded(rank: Rank) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_sharded_models_with_several_optimizers_are_saved_as_they_were(folder: Path) -> None:
-    root = folder / "checkpoints"
-    with nodes(folder, 2, root) as (first, second):
-        results = run_ranks(train_sharded, root, [first, second])
+def test_sharded_models_with_several_optimizers_are_saved_as_they_were(
+    pair: list[Node], root: Path
+) -> None:
+    first, second = pair
+    results = run_ranks(train_sharded, root, [first, second])
     assert all(count >= 8 for result in results for count in result["guarded"])
     paths = {f"step_{step}": str(root / f"step_{step}") for step in range(4)}
     (read,) = judge(states.read_all, 1, paths)
@@ -270,12 +273,11 @@ def go_on_after(rank: Rank) -> list[int]:
 
 
 def test_a_trainer_that_dies_while_copying_commits_nothing_and_the_next_goes_on(
-    folder: Path,
+    pair: list[Node], root: Path
 ) -> None:
-    root = folder / "checkpoints"
-    with nodes(folder, 1, root) as (node,):
-        assert [None] == run_ranks(die_while_copying, root, [node], expect_death=[0])
-        assert [[0, 0, 5]] == run_ranks(go_on_after, root, [node])
+    node, _ = pair
+    assert [None] == run_ranks(die_while_copying, root, [node], expect_death=[0])
+    assert [[0, 0, 5]] == run_ranks(go_on_after, root, [node])
 
 
 def _kept(ck: Any) -> Any:
@@ -328,10 +330,9 @@ def refuse(rank: Rank) -> list[str]:
     return texts
 
 
-def test_what_cannot_be_guarded_is_refused_by_name(folder: Path) -> None:
-    root = folder / "checkpoints"
-    with nodes(folder, 1, root) as (node,):
-        ((without, planner, blocking, unprepared, missing, step),) = run_ranks(refuse, root, [node])
+def test_what_cannot_be_guarded_is_refused_by_name(pair: list[Node], root: Path) -> None:
+    node, _ = pair
+    ((without, planner, blocking, unprepared, missing, step),) = run_ranks(refuse, root, [node])
     assert "staging='overlap' without optimizer=" in without
     assert "staging='overlap' with a Planner" in planner
     assert "no effect with staging='blocking'" in blocking

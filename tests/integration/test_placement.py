@@ -191,7 +191,8 @@ def test_where_a_container_refuses_everything_the_daemon_tells_each_once_and_wor
 ) -> None:
     root = folder / "root"
     flags = ["--cpus", str(min(everywhere())), "--log-format", "json"]
-    node = start_node(folder / "n0", root, flags, prefix=[sys.executable, "-c", REFUSED])
+    prefix = [sys.executable, "-c", REFUSED]
+    node = start_node(folder / "n0", root, flags, prefix=prefix, MILEPOSTD_NICE="10")
     try:
         await_answer(node)
         (told,) = run_ranks(save_large, root, [node], mb=1)
@@ -232,7 +233,9 @@ def test_an_embedded_daemon_does_not_stay_on_the_core_of_the_rank_that_started_i
 
     allowed = everywhere()
     core = min(allowed)
-    environment = {"XDG_RUNTIME_DIR": str(folder), "MILEPOSTD_LINGER_S": "0.1"}
+    environment = {
+        "XDG_RUNTIME_DIR": str(folder), "MILEPOSTD_LINGER_S": "0.1", "MILEPOSTD_NICE": "10",
+    }  # fmt: skip
     (told,) = run_ranks(save_pinned, folder / "root", [None], environment=environment, core=core)
     expected = choose_cores(allowed, [frozenset((core,))], Host().siblings)
     assert {expected.cores} == told["masks"]

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.integration.cluster import Rank, judge, nodes, run_ranks
+from tests.integration.cluster import Node, Rank, judge, run_ranks
 
 
 def train_until_told(rank: Rank) -> dict[str, Any]:
@@ -49,14 +49,15 @@ def weight(rank: int, world: int, path: str) -> float:
     return float(value)
 
 
-def test_all_ranks_stop_at_the_same_step_once_one_was_told_to_go(folder: Path) -> None:
+def test_all_ranks_stop_at_the_same_step_once_one_was_told_to_go(
+    pair: list[Node], root: Path
+) -> None:
     from milepost.reading.verification import (
         verify,
     )  # The judge imports this file, and must not import ours.
 
-    root = folder / "root"
-    with nodes(folder, 2, root) as (first, second):
-        told = run_ranks(train_until_told, root, [first, first, second], told=2)
+    first, second = pair
+    told = run_ranks(train_until_told, root, [first, first, second], told=2)
     steps = {each["step"] for each in told}
     assert 1 == len(steps), told
     (step,) = steps
@@ -78,9 +79,8 @@ def never_ask(rank: Rank) -> None:
     time.sleep(80)
 
 
-def test_a_loop_that_never_asks_keeps_the_signals_default(folder: Path) -> None:
-    root = folder / "root"
-    with nodes(folder, 1, root) as (node,):
-        started_s = time.monotonic()
-        assert [None] == run_ranks(never_ask, root, [node], expect_death=[0])
+def test_a_loop_that_never_asks_keeps_the_signals_default(pair: list[Node], root: Path) -> None:
+    node, _ = pair
+    started_s = time.monotonic()
+    assert [None] == run_ranks(never_ask, root, [node], expect_death=[0])
     assert time.monotonic() - started_s < 79, "it has slept to its end"
