@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from milepost.storage.fate import Fate
 from milepost.wire.messages import Cause
 from milepostd.core.commands import AnyCommand, GiveUp, SlowCommand, WriteImage
 from milepostd.core.events import (
     AnyEvent,
     Discarded,
-    Fate,
     JobRecalled,
     OutcomeFound,
     PeerSaid,

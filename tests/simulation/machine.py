@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from milepost.errors import MilepostError, Rejected, StorageError
+from milepost.storage.fate import Fate
 from milepost.storage.refusals import storage_error
 from milepost.wire.messages import (
     Cause,
@@ -55,7 +56,6 @@ from milepostd.core.commands import (
 from milepostd.core.events import (
     AnyEvent,
     Discarded,
-    Fate,
     FileDurable,
     FileFailed,
     FragmentDurable,

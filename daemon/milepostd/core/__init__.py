@@ -1,6 +1,6 @@
-"""The pure core: what a node decides, apart from how it is carried out.
+"""The pure core: it decides what a node does, and leaves to others how that is done.
 
-Events in, commands out, time as an argument. No module here knows a socket, a file, a clock, a
-thread, a log or torch, so that thousands of nodes run in one process under a seed. `plan` is the
-global plan, a function of the ranks' offers.
+Events go in, commands come out, and time is an argument. No module here uses a socket, a file, a
+clock, a thread, a log or torch. So thousands of nodes can run in one process, and each run can be
+repeated.
 """

@@ -1,4 +1,4 @@
-"""What the code of a cause settles, where it was, and how a sentence names many ranks or nodes."""
+"""Causes: what follows from a code, on which node it was, and how a sentence lists ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from milepost.wire.messages import Cause
 
 NAMED_MAX: Final = 8
-"""How many ranks or nodes a sentence names before it counts the rest."""
+"""Most ranks or nodes that a sentence names; it counts the rest."""
 
 PLAN_VOIDING: Final = frozenset(
     {
@@ -22,12 +22,11 @@ PLAN_VOIDING: Final = frozenset(
         "planner-failed",
     }
 )
-"""Causes after which every rank offers anew at its next save."""
+"""Codes that void the plan: every rank offers its items again at its next save."""
 
 REFUSALS: Final = frozenset({"read-only", "permission", "no-space", "quota", "already-committed"})
-"""Failures of a publication that come from the file system's refusal. Any other may be that of the
-answer only: a rename over the network, say, that is carried out later."""
-
+"""Codes that prove that a publication did not happen, since the file system refused it. After any
+other failure the rename may still happen: only the answer may have been lost on the network."""
 
 MISMATCH_HINT: Final = (
     "every rank must call save() in the same order, with the same step and name; their counts stay "
@@ -36,14 +35,14 @@ MISMATCH_HINT: Final = (
 
 
 def placed(cause: Cause, node_id: str) -> Cause:
-    """Return the cause with a node: that one, if it names none."""
+    """Return the cause with this node, unless it names a node already."""
     if cause.node:
         return cause
     return msgspec.structs.replace(cause, node=node_id)
 
 
 def named(what: str, values: list[int] | list[str], total: int) -> str:
-    """Return for instance `2 of 8 ranks: 3, 5`; at most NAMED_MAX are named."""
+    """Return for instance `2 of 8 ranks: 3, 5`, with at most NAMED_MAX names."""
     shown = ", ".join(str(value) for value in values[:NAMED_MAX])
     rest = f" and {len(values) - NAMED_MAX} more" if len(values) > NAMED_MAX else ""
     plural = what if total == 1 else f"{what}s"

@@ -1,7 +1,6 @@
-"""What a node can ask of the world: imperatives. The only output of the core.
+"""Commands: all that the core can ask of the runtime, which carries them out. Imperatives by name.
 
-The runtime carries them out. Those marked *slow* end in exactly one event, named in their
-docstring.
+A slow command ends in exactly one event; its docstring names the events.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Reply(Command, frozen=True):
-    """Tell a trainer."""
+    """Send a message to a trainer."""
 
     session: int
     message: DaemonMessage
 
 
 class Send(Command, frozen=True):
-    """Tell a node; may be lost. A message to the node itself is handled by the core and never
-    leaves it.
+    """Send a message to another node; it may be lost. Messages to the node itself never leave the
+    core.
     """
 
     node: NodeRef
@@ -44,23 +43,23 @@ class Send(Command, frozen=True):
 
 
 class MeetPeers(Command, frozen=True):
-    """These nodes may now talk to this one."""
+    """Let these nodes connect to this one."""
 
     nodes: tuple[NodeRef, ...]
 
 
 class StartPlanner(Command, frozen=True):
-    """A plan will be wanted here soon: start the planner's child ahead of time."""
+    """Start the planner's child process ahead of time: a plan will be needed soon."""
 
 
 class WarmPlanner(Command, frozen=True):
-    """An index will be wanted here soon: have the planner's child import torch. After the plan, not
-    before: trainers wait for the plan, and nobody waits for the index.
+    """Have the planner's child process import torch ahead of time: an index will be needed soon.
+    Given after the plan, since trainers wait for the plan and nobody waits for the index.
     """
 
 
 class WriteImage(Command, frozen=True):
-    """Slow: FileDurable or FileFailed. Write a rank's image to its data file, durably."""
+    """Slow: FileDurable or FileFailed. Write a rank's image to its data file and sync it."""
 
     save: SaveRef
     root: str
@@ -73,7 +72,7 @@ class WriteImage(Command, frozen=True):
 
 
 class AbandonWrite(Command, frozen=True):
-    """A WriteImage outlives its save: it may hang for ever, and must not hold up the next one."""
+    """Stop a WriteImage whose save has ended. It may hang for ever, and must not hold up others."""
 
     save: SaveRef
     rank: int
@@ -92,8 +91,8 @@ class WriteFragment(Command, frozen=True):
 
 
 class MakePlan(Command, frozen=True):
-    """Slow: PlanMade or PlanFailed. `reports` holds an offer or the staged layout of every rank of
-    the job.
+    """Slow: PlanMade or PlanFailed. Plan for all ranks of the job; each report is an offer, or the
+    layout that the rank has staged.
     """
 
     save: SaveRef
@@ -101,8 +100,8 @@ class MakePlan(Command, frozen=True):
 
 
 class BuildIndex(Command, frozen=True):
-    """Slow: IndexBuilt or IndexFailed. Read all fragments, write manifest and `.metadata`,
-    durably.
+    """Slow: IndexBuilt or IndexFailed. Read all fragments, then write and sync the manifest and
+    `.metadata`.
     """
 
     save: SaveRef
@@ -110,11 +109,13 @@ class BuildIndex(Command, frozen=True):
     files: tuple[WrittenFile, ...]
     fragments: tuple[str, ...]
     until_ns: int
-    """How long what fails for a passing reason is tried again."""
+    """Failures that may pass are tried again until this instant."""
 
 
 class Publish(Command, frozen=True):
-    """Slow: Published or PublishFailed. The one rename; then `latest`, unless it names a newer."""
+    """Slow: Published or PublishFailed. Rename the save's directory to its final name, then move
+    `latest` unless it names a newer checkpoint.
+    """
 
     save: SaveRef
     root: str
@@ -123,26 +124,26 @@ class Publish(Command, frozen=True):
 
 
 class GiveUp(Command, frozen=True):
-    """Slow: OutcomeFound. Take the save's directory out of the way, so that it can never be
-    published.
-
-    is_coordinator: nobody else publishes, so a directory that was never made counts as aborted,
-    unless a node `was_prepared`: then there was one, and that it shows nowhere proves nothing. A
-    directory that cannot be moved, and is where it was, is not published either, unless a
-    publication `may_take_effect` still. What fails for a passing reason is tried again `until_ns`.
+    """Slow: OutcomeFound. Rename the save's directory so that it can never be published, or see
+    that it was published.
     """
 
     save: SaveRef
     root: str
     is_coordinator: bool
+    """Only the coordinator publishes. So to the coordinator a directory that was never made means
+    aborted, and so does one that stays where it was because it cannot be renamed."""
     until_ns: int = 0
-    """0: not at all, since who asks does so again."""
+    """Failures that may pass are tried again until this instant; 0: not at all, since the
+    participant asks again."""
     was_prepared: bool = False
+    """A node was prepared, so there was a directory: to see none proves nothing."""
     may_take_effect: bool = False
+    """A publication may still happen, so a directory that stays where it was proves nothing."""
 
 
 class Discard(Command, frozen=True):
-    """Slow: Discarded. Delete what a failed save left under `.partial`."""
+    """Slow: Discarded. Delete what a save left under `.partial`."""
 
     save: SaveRef
     root: str
@@ -157,24 +158,22 @@ class Retain(Command, frozen=True):
 
 
 class KeepJournal(Command, frozen=True):
-    """Write down what a restarted daemon has to know of this job; before anything of it is
-    written.
+    """Note in the journal what a restarted daemon has to know of this job. Done before anything of
+    the job is written.
     """
 
     message: Join
 
 
 class ForgetJournal(Command, frozen=True):
-    """Nothing is pending of this attempt, and nobody of it is there: a restarted daemon need not
-    know it.
-    """
+    """Remove an attempt from the journal: nothing of it is pending, and no rank of it is here."""
 
     job: str
     attempt: int
 
 
 class SweepArenas(Command, frozen=True):
-    """Unlink what these ranks' earlier attempts left in shared memory."""
+    """Unlink the arenas of these ranks' earlier attempts."""
 
     job: str
     below_attempt: int
@@ -182,20 +181,20 @@ class SweepArenas(Command, frozen=True):
 
 
 class RemoveArenas(Command, frozen=True):
-    """Unlink the shared memory of a rank that is gone."""
+    """Unlink the arenas of a rank that is gone."""
 
     paths: tuple[str, ...]
 
 
 class SetTimer(Command, frozen=True):
-    """Fire TimerFired at this instant; a timer of that name that is set already is moved."""
+    """Post TimerFired at this instant. A timer of that name that is set already is moved."""
 
     timer: str
     at_ns: int
 
 
 class ClearTimer(Command, frozen=True):
-    """Forget the timer."""
+    """Unset a timer."""
 
     timer: str
 
@@ -214,7 +213,7 @@ class Log(Command, frozen=True):
 
 
 class Halt(Command, frozen=True):
-    """End the daemon: nothing is pending."""
+    """End the daemon."""
 
     reason: str
 
@@ -222,7 +221,7 @@ class Halt(Command, frozen=True):
 SlowCommand: TypeAlias = (
     WriteImage | WriteFragment | MakePlan | BuildIndex | Publish | GiveUp | Discard | Retain
 )
-"""Each ends in exactly one event."""
+"""Commands that end in exactly one event each."""
 
 AnyCommand: TypeAlias = (
     Reply

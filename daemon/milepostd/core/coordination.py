@@ -1,13 +1,14 @@
-"""The coordinator's part in one save: it asks for a plan where one is needed, collects the nodes'
-word that all is durable, has the index built, and publishes.
+"""The coordinator's part in one save: it has a plan made if a rank needs one, waits until all nodes
+are prepared, has the index built, and publishes.
 
-The node of rank 0 is the coordinator, besides taking part itself.
+The node of rank 0 is the coordinator. It takes part as every other node does, too.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from milepost.storage.fate import Fate
 from milepost.wire.messages import (
     Cause,
     CoordinatorMessage,
@@ -37,7 +38,6 @@ from milepostd.core.commands import (
 )
 from milepostd.core.events import (
     CoordinatorEvent,
-    Fate,
     IndexBuilt,
     IndexFailed,
     OutcomeFound,
@@ -52,12 +52,11 @@ from milepostd.core.role import (
     PEER_LOST_S,
     RESEND_S,
     RESOLVE_GRACE_S,
-    SECOND_NS,
     VERDICT_GRACE_S,
     Role,
     failed_outcome,
 )
-from milepostd.core.timers import TimerKind
+from milepostd.core.timers import SECOND_NS, TimerKind, later
 
 
 class Coordination(Role):
@@ -71,6 +70,7 @@ class Coordination(Role):
         super().__init__(job, save, now_ns)
         self.node_id = node_id
         self.gathered: dict[str, Gathered] = {}
+        """By node, like `prepared`."""
         self.planned: Planned | None = None
         self.layout_of: dict[int, RankLayout] = {}
         self.prepared: dict[str, Prepared] = {}
@@ -78,17 +78,21 @@ class Coordination(Role):
         self.checkpoint_bytes = 0
 
     def open(self) -> list[Command]:
-        """First word of any node."""
-        at_ns = self.deadline_at_ns() + int(VERDICT_GRACE_S * SECOND_NS)
+        """Start the timers."""
+        at_ns = later(self.deadline_at_ns(), VERDICT_GRACE_S)
         return [self.set_timer(self.deadline_timer, at_ns), self._set_ask(self.opened_at_ns)]
 
     def _set_ask(self, now_ns: int) -> SetTimer:
-        return self.set_timer(self.repeat_timer, now_ns + int(RESEND_S * SECOND_NS))
+        return self.set_timer(self.repeat_timer, later(now_ns, RESEND_S))
 
     def ask(self, heard_at_ns: dict[str, int], *, is_draining: bool, now_ns: int) -> list[Command]:
-        """Ask the nodes that are waited for and say nothing: what is gone there shows only so.
+        """Ask the silent nodes that the save waits for: only they know if a rank of theirs is gone.
 
-        Nobody is waited for to the deadline by a daemon that is told to end.
+        A daemon that was told to end gives up on nodes that stay silent, instead of waiting for the
+        deadline.
+
+        Args:
+            heard_at_ns: when each node was heard last, about any save.
         """
         if self.phase not in (Phase.GATHERING, Phase.PLANNING, Phase.COLLECTING):
             return []
@@ -114,19 +118,19 @@ class Coordination(Role):
         ]
         return [*commands, self._set_ask(now_ns)]
 
-    # --- what nodes say
+    # --- what the nodes say
 
     def node_said(self, node_id: str, message: ParticipantMessage, now_ns: int) -> list[Command]:
-        """Take a node's word; repeated words are answered again, and change nothing."""
+        """Take a node's message. One that is repeated is answered again and changes nothing."""
         if self.verdict is not None:
             return self._send(node_id, self.verdict)
         if self.has_ended and self.planned is not None:
             return self._send_plan(node_id, self.planned)
         if self.phase is Phase.PUBLISHING:
-            # All is durable, and the rename may have happened: only its completion counts now.
+            # The rename may have happened, so only its completion counts now.
             return []
         if isinstance(message, Prepared):
-            # Kept whatever else is wrong with it: the save's directory was there.
+            # Also one that is refused proves that the save's directory was there.
             self.prepared.setdefault(node_id, message)
         if message.save != self.save:
             cause = Cause(
@@ -150,8 +154,8 @@ class Coordination(Role):
             return self.refuse(cause, now_ns)
         if isinstance(message, WordWanted):
             return []
-        words = message.reports if isinstance(message, Gathered) else message.files
-        ranks = tuple(word.rank for word in words)
+        parts = message.reports if isinstance(message, Gathered) else message.files
+        ranks = tuple(part.rank for part in parts)
         if ranks != self.job.ranks_of[node_id]:
             text = f"node {node_id} speaks for ranks {ranks}, not for its own"
             cause = Cause("protocol", text, "", node_id)
@@ -162,7 +166,7 @@ class Coordination(Role):
 
     def _gathered(self, node_id: str, message: Gathered) -> list[Command]:
         if node_id in self.gathered:
-            # A repetition: the answer may have been lost.
+            # The node repeats itself, so the answer may have been lost.
             return [] if self.planned is None else self._send_plan(node_id, self.planned)
         self.gathered[node_id] = message
         return self._check_gathered()
@@ -190,7 +194,7 @@ class Coordination(Role):
 
     def _prepared(self, node_id: str, message: Prepared) -> list[Command]:
         if node_id not in self.gathered:
-            # Its `Gathered` was lost; what it has written says the same.
+            # Its `Gathered` was lost. `Prepared` says the same, and more.
             reports = tuple(RankReport(file.rank, file.layout_id) for file in message.files)
             self.gathered[node_id] = Gathered(save=self.save, reports=reports)
             return self._check_gathered()
@@ -214,7 +218,7 @@ class Coordination(Role):
             )
         ]
 
-    # --- what its own commands came to
+    # --- completions of its commands
 
     def handle(self, event: CoordinatorEvent, now_ns: int) -> list[Command]:
         """Take the completion of a command."""
@@ -230,20 +234,20 @@ class Coordination(Role):
             case PlanFailed():
                 return self.refuse(event.cause, now_ns)
             case IndexFailed():
-                # The planner's process does not know on which node it runs.
+                # The planner's process does not know its node.
                 cause = placed(event.cause, self.node_id)
                 return self.refuse(cause, now_ns)
             case OutcomeFound():
                 return self._outcome_found(event)
 
     def _plan_made(self, event: PlanMade) -> list[Command]:
-        """Hand the layouts to the nodes whose ranks asked."""
+        """Send the layouts to the nodes whose ranks offered."""
         enough = Trigger.PLAN_SUFFICES if self.save.is_plan_only else Trigger.PLAN_MADE
         if not self.move(enough):
             return []
         self.planned = Planned(save=self.save, layouts=event.layouts, warnings=event.warnings)
         self.layout_of = {layout.rank: layout for layout in event.layouts}
-        # Offers can be megabytes a rank, and have been answered.
+        # Offers can be megabytes a rank, and are no longer needed.
         self.gathered = {
             node_id: msgspec.structs.replace(gathered, reports=())
             for node_id, gathered in self.gathered.items()
@@ -270,14 +274,14 @@ class Coordination(Role):
         return self._send(node_id, msgspec.structs.replace(planned, layouts=layouts))
 
     def _index_built(self, event: IndexBuilt) -> list[Command]:
-        """`.metadata` is durable where nobody sees it yet: publish."""
+        """Publish: the directory is complete and durable, under `.partial`."""
         if not self.move(Trigger.INDEX_BUILT):
             return []
         self.checkpoint_bytes = event.checkpoint_bytes
         return [Publish(save=self.save, root=self.job.root, until_ns=self.deadline_at_ns())]
 
     def _published(self, event: Published) -> list[Command]:
-        """It is a checkpoint: tell everybody."""
+        """Tell all nodes that the save is a checkpoint."""
         if not self.move(Trigger.PUBLISHED):
             return []
         return self._conclude(
@@ -291,12 +295,12 @@ class Coordination(Role):
         )
 
     def _publish_failed(self, event: PublishFailed, now_ns: int) -> list[Command]:
-        """The rename did not happen, or is not known to have: the directory decides."""
+        """Let the directory decide: perhaps the rename happened all the same."""
         may_take_effect = event.cause.code not in REFUSALS
         return self.refuse(event.cause, now_ns, may_take_effect=may_take_effect)
 
     def _outcome_found(self, event: OutcomeFound) -> list[Command]:
-        """GiveUp has ended: now the outcome is certain, or certain to be unknown."""
+        """End the save as the directory shows."""
         if not self.move(Trigger.GIVEN_UP):
             return []
         return self._conclude(self._outcome_by(event))
@@ -321,29 +325,31 @@ class Coordination(Role):
     def refuse(
         self, cause: Cause, now_ns: int, *, skip: bool = False, may_take_effect: bool = False
     ) -> list[Command]:
-        """End the save for all, unless it is published or ending already.
+        """Give the save up for all nodes, unless it is published or ending already.
 
         Args:
-            may_take_effect: a publication failed without saying that it did not happen.
+            skip: the save ends as skipped, not as failed.
+            may_take_effect: a publication failed in a way that does not prove that it will never
+                happen.
         """
         if not self.move(Trigger.REFUSED):
             return []
         self.failure = Fail(save=self.save, cause=cause, skip=skip)
-        # An earlier life of this daemon may have published what is prepared, and retention may have
-        # taken it since.
         return [
             GiveUp(
                 save=self.save,
                 root=self.job.root,
                 is_coordinator=True,
-                until_ns=now_ns + int(RESOLVE_GRACE_S * SECOND_NS),
+                until_ns=later(now_ns, RESOLVE_GRACE_S),
+                # An earlier life of this daemon may have published what was prepared, and retention
+                # may have removed it since.
                 was_prepared=bool(self.prepared),
                 may_take_effect=may_take_effect,
             )
         ]
 
     def overdue(self, now_ns: int) -> list[Command]:
-        """The deadline has passed."""
+        """Give the save up at the deadline, unless its outcome is being decided already."""
         if self.phase in (Phase.PUBLISHING, Phase.ABORTING, Phase.CONCLUDED):
             return []
         silent = self._silent_nodes()
@@ -371,14 +377,14 @@ class Coordination(Role):
         return [Send(node=self.job.nodes[node_id], message=message)]
 
     def _silent_nodes(self) -> list[str]:
-        """Nodes that have not said what the present phase waits for."""
+        """Return the nodes whose message the present phase waits for."""
         heard = self.gathered if self.phase is Phase.GATHERING else self.prepared
         if self.phase not in (Phase.GATHERING, Phase.COLLECTING):
             return []
         return [node_id for node_id in self.job.nodes if node_id not in heard]
 
     def waits_for(self) -> str:
-        """Say in one sentence what the save waits for at the coordinator."""
+        """Return one sentence that says what the save waits for at the coordinator."""
         silent = self._silent_nodes()
         match self.phase:
             case Phase.GATHERING:

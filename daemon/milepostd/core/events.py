@@ -1,7 +1,7 @@
-"""What can happen to a node: facts, in the past tense. The only input of the core.
+"""Events: all that can happen to a node, and the only input of the core. Past participles by name.
 
-Each command that takes time ends in exactly one of these, success or failure. All are frozen and
-can be written down and read back.
+Each slow command ends in exactly one event, for success or failure. Events can be written down and
+read back.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from milepost.storage.fate import Fate as Fate
+from milepost.storage.fate import Fate
 from milepost.wire.messages import (
     Cause,
     Join,
@@ -30,29 +30,29 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Started(Event, frozen=True):
-    """The loop turns; the first event of every daemon."""
+    """The daemon's loop has begun. The first event of each daemon."""
 
 
 class JobRecalled(Event, frozen=True):
-    """The journal of an earlier life of this daemon knows a job.
-
-    `staged` is what the arenas of its local ranks hold completely, as (rank, word), in the order of
-    the saves; `arenas` are all of their arenas, as (rank, path).
-    """
+    """A job is in the journal, from an earlier life of this daemon."""
 
     message: Join
     staged: tuple[tuple[int, Staged], ...]
+    """What the arenas of the local ranks hold completely, as (rank, its message), in the order of
+    the saves."""
     arenas: tuple[tuple[int, str], ...]
+    """All arenas of the local ranks, as (rank, path)."""
 
 
 class SessionOpened(Event, frozen=True):
-    """A trainer said hello. `session` is drawn by the runtime and never reused."""
+    """A trainer said hello."""
 
     session: int
+    """Given by the runtime, and never used again."""
 
 
 class RankJoined(Event, frozen=True):
-    """A session asked for its place in a job."""
+    """A session asked to join a job."""
 
     session: int
     pid: int
@@ -60,49 +60,46 @@ class RankJoined(Event, frozen=True):
 
 
 class RankSaid(Event, frozen=True):
-    """A joined session said something about a save."""
+    """A session that has joined sent a message about a save."""
 
     session: int
     message: RankMessage
 
 
 class RankSignalled(Event, frozen=True):
-    """A joined session was told to go, or says how often it has asked whether anybody was."""
+    """A session that has joined sent a message about preemption."""
 
     session: int
     message: SignalMessage
 
 
 class RankLeft(Event, frozen=True):
-    """A session said goodbye; it is answered when nothing of its rank is pending."""
+    """A session said goodbye. It is answered when nothing of its job is pending."""
 
     session: int
     message: Leave
 
 
 class SessionLost(Event, frozen=True):
-    """The trainer's process is gone, or its session was closed for a fault.
-
-    `staged` is what its arenas hold completely: it may have died between staging and saying so.
-    `arenas` are the paths of all of them: of one that it has not staged into yet it has said
-    nothing.
-    """
+    """The trainer's process is gone, or its session was closed for a fault."""
 
     session: int
     reason: str
     staged: tuple[Staged, ...] = ()
+    """What its arenas hold completely: it may have died before it could say so."""
     arenas: tuple[str, ...] = ()
+    """The paths of all its arenas, also of those that it has not staged into yet."""
 
 
 class PeerSaid(Event, frozen=True):
-    """Another node (or this node itself, in its other role) said something."""
+    """Another node sent a message, or this node did in its other role."""
 
     node_id: str
     message: PeerMessage
 
 
 class BytesWritten(Event, frozen=True):
-    """The writer moved on: progress for people, no completion."""
+    """A writer has written that many bytes more. Progress for people, not a completion."""
 
     save: SaveRef
     count: int
@@ -116,7 +113,7 @@ class FileDurable(Event, frozen=True):
 
 
 class FileFailed(Event, frozen=True):
-    """Completion of WriteImage: the file is not there."""
+    """Completion of WriteImage: there is no complete file."""
 
     save: SaveRef
     rank: int
@@ -124,7 +121,7 @@ class FileFailed(Event, frozen=True):
 
 
 class FragmentDurable(Event, frozen=True):
-    """Completion of WriteFragment: manifest fragment and directory are synced."""
+    """Completion of WriteFragment: the manifest fragment and the directory are synced."""
 
     save: SaveRef
     fragment: str
@@ -153,21 +150,21 @@ class PlanFailed(Event, frozen=True):
 
 
 class IndexBuilt(Event, frozen=True):
-    """Completion of BuildIndex: manifest and `.metadata` are durable in the save's directory."""
+    """Completion of BuildIndex: the manifest and `.metadata` are durable, under `.partial`."""
 
     save: SaveRef
     checkpoint_bytes: int
 
 
 class IndexFailed(Event, frozen=True):
-    """Completion of BuildIndex: files are missing or do not make a whole."""
+    """Completion of BuildIndex: files are missing, or do not fit together."""
 
     save: SaveRef
     cause: Cause
 
 
 class Published(Event, frozen=True):
-    """Completion of Publish: the checkpoint is there, durably, and `latest` has moved."""
+    """Completion of Publish: the checkpoint is durable under its final name."""
 
     save: SaveRef
     path: str
@@ -176,7 +173,7 @@ class Published(Event, frozen=True):
 
 
 class PublishFailed(Event, frozen=True):
-    """Completion of Publish: the rename did not happen, or whether it did is not known."""
+    """Completion of Publish: the rename did not happen, or nobody knows if it did."""
 
     save: SaveRef
     cause: Cause
@@ -191,29 +188,27 @@ class OutcomeFound(Event, frozen=True):
 
 
 class Retained(Event, frozen=True):
-    """Completion of Retain: old checkpoints that no rule keeps are gone (or a log line says why
-    not).
-    """
+    """Completion of Retain: checkpoints that no rule keeps are removed, or the log says why not."""
 
     job: str
     removed: tuple[str, ...]
 
 
 class Discarded(Event, frozen=True):
-    """Completion of Discard: what a failed save left is gone (or a log line says why not)."""
+    """Completion of Discard: what a save left is deleted, or the log says why not."""
 
     save: SaveRef
 
 
 class TimerFired(Event, frozen=True):
-    """A timer set by SetTimer ran out."""
+    """A timer has run out."""
 
     timer: str
 
 
 class StopRequested(Event, frozen=True):
-    """The daemon shall end: finish what was staged, take nothing new. The second one ends it at
-    once.
+    """The daemon was told to end: it finishes what was staged and takes nothing new. The second one
+    ends it at once.
     """
 
 
@@ -226,12 +221,12 @@ ParticipantEvent: TypeAlias = (
     | OutcomeFound
     | Discarded
 )
-"""What a save's participant is told."""
+"""Events that concern a save's participant."""
 
 CoordinatorEvent: TypeAlias = (
     PlanMade | PlanFailed | IndexBuilt | IndexFailed | Published | PublishFailed | OutcomeFound
 )
-"""What a save's coordinator is told."""
+"""Events that concern a save's coordinator."""
 
 SaveEvent: TypeAlias = ParticipantEvent | CoordinatorEvent
 

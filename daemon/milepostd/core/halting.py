@@ -1,17 +1,18 @@
-"""When the daemon ends: once it is told to and nothing is pending, or embedded and unused."""
+"""When the daemon ends: it was told to, or it is embedded and no trainer uses it; and in both cases
+nothing is pending.
+"""
 
 from __future__ import annotations
 
 from milepostd.core.commands import ClearTimer, Command, Halt, Log, SetTimer
-from milepostd.core.role import SECOND_NS
-from milepostd.core.timers import TimerKind, timer_name
+from milepostd.core.timers import TimerKind, later, timer_name
 
 
 class Halting:
     """Whether the daemon was told to end, and whether it waits for a trainer to come back.
 
     Args:
-        is_embedded: a trainer started the daemon, which ends by itself when nobody needs it.
+        is_embedded: a trainer started the daemon, so it ends when no trainer uses it.
         linger_s: how long an embedded daemon stays after the last trainer.
     """
 
@@ -24,22 +25,22 @@ class Halting:
 
     @property
     def is_draining(self) -> bool:
-        """Whether the daemon finishes what was staged, and takes nothing new."""
+        """Whether the daemon takes nothing new, and only finishes what was staged."""
         return self.stops > 0
 
     def stop(self) -> list[Command]:
-        """The daemon is told to end; the second time at once."""
+        """The daemon was told to end. The second time it ends at once."""
         self.stops += 1
         if self.stops > 1:
             return [Halt(reason="told to stop at once")]
         return [Log(level="info", event="daemon.draining")]
 
     def needs_idle(self, *, has_sessions: bool) -> bool:
-        """Whether `check` needs to know if the node is idle, which takes a look at every save."""
+        """Whether `check` has to know if the node is idle, which takes a look at every save."""
         return self.stops == 1 or (self.is_embedded and not has_sessions)
 
     def check(self, *, is_idle: bool, has_sessions: bool, now_ns: int) -> list[Command]:
-        """Halt if the time has come; begin or end the wait for a trainer."""
+        """End the daemon if it may end; start or stop waiting for a trainer."""
         if self.stops == 1 and is_idle:
             return [Halt(reason="drained")]
         may_linger = self.is_embedded and is_idle and not has_sessions
@@ -48,11 +49,11 @@ class Halting:
         self.is_lingering = may_linger
         timer = timer_name(TimerKind.LINGER)
         if may_linger:
-            return [SetTimer(timer=timer, at_ns=now_ns + int(self.linger_s * SECOND_NS))]
+            return [SetTimer(timer=timer, at_ns=later(now_ns, self.linger_s))]
         return [ClearTimer(timer=timer)]
 
     def linger_over(self, *, is_idle: bool, has_sessions: bool) -> list[Command]:
-        """No trainer has come back."""
+        """End an embedded daemon to which no trainer has come back."""
         if has_sessions or not is_idle:
             return []
         return [Halt(reason="nothing is pending and no trainer is here")]

@@ -1,7 +1,8 @@
-"""What must hold at a node after every event, whatever came before: used by tests and simulation.
+"""What must hold at a node after every event, whatever has happened before. Tests and simulation
+check it.
 
-Pure: reads a node, changes nothing. Each sentence returned is a fault of ours, never of a trainer,
-a peer or a disk.
+Reads a node and changes nothing. A broken invariant is a fault of the core, never of a trainer, a
+peer or a disk.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ COORDINATOR_PHASES = frozenset({phase for phase, _ in COORDINATOR} | {*COORDINAT
 
 
 def broken_invariants(node: Node) -> list[str]:
-    """Return a sentence for each thing that should hold and does not; nothing, if all is well."""
+    """Return a sentence for each invariant that is broken."""
     return [
         *_sessions(node),
         *_bounds(node),
@@ -46,11 +47,11 @@ def _sessions(node: Node) -> Iterator[str]:
         seats.append((id(joined.job), joined.rank))
         seat = joined.job.seats.get(joined.rank)
         if number not in node.roster.open_sessions:
-            yield f"session {number} has a place but is not open"
+            yield f"session {number} has joined but is not open"
         if seat is None or seat.session != number or seat.is_lost:
-            yield f"session {number} holds the place of rank {joined.rank}, which says otherwise"
+            yield f"session {number} is rank {joined.rank}, whose seat says otherwise"
     if len(seats) != len(set(seats)):
-        yield "two sessions hold one place"
+        yield "two sessions are one rank"
     for name, job in node.roster.jobs.items():
         if name != job.job or not job.ranks_here or not job.seats.keys() <= set(job.ranks_here):
             yield f"job {name} seats ranks {sorted(job.seats)}, here are {job.ranks_here}"
@@ -85,7 +86,7 @@ def _role(job: Job, role: Participation | Coordination, key: tuple[str, str]) ->
     if key != (role.save.job, role.save.save_id) or key[0] != job.job:
         yield f"holds save {role.save.save_id} of job {role.save.job}"
     attempt = save_order(role.save)[0]
-    # Saves of an earlier attempt may be ended by its successor.
+    # The coordinator of a newer attempt may end saves of an earlier one.
     if attempt > job.attempt or (isinstance(role, Participation) and attempt < job.attempt):
         yield f"belongs to attempt {job.attempt}"
 
@@ -98,9 +99,9 @@ def _participation(role: Participation, key: tuple[str, str]) -> Iterator[str]:
         yield f"is {phase}, which is the coordinator's"
     if not role.staged.keys() | role.reports.keys() | role.files.keys() <= here:
         yield "knows ranks of other nodes"
-    if not role.is_writing | role.files.keys() <= role.staged.keys():
+    if not role.writing | role.files.keys() <= role.staged.keys():
         yield "writes an image that nobody staged"
-    if role.is_writing & role.files.keys():
+    if role.writing & role.files.keys():
         yield "writes a file that is durable"
     if phase is Phase.GATHERING and role.reports.keys() == here:
         yield "gathers, though all ranks have reported"
@@ -114,7 +115,7 @@ def _participation(role: Participation, key: tuple[str, str]) -> Iterator[str]:
         if (phase is Phase.WRITING) == (role.files.keys() == here):
             yield f"is {phase} with files of ranks {sorted(role.files)}"
     if (phase is Phase.PREPARED or (is_resolving and not is_failed)) and (
-        role.is_writing or not role.fragment
+        role.writing or not role.fragment
     ):
         yield f"is {phase}, but not all is durable"
     if phase is Phase.FAILING and role.failure is None:
@@ -125,8 +126,8 @@ def _participation(role: Participation, key: tuple[str, str]) -> Iterator[str]:
         yield f"is {phase} with outcome {role.outcome}"
     if phase is Phase.RELEASING and not role.has_writers:
         yield "waits for a writer, and none is at work"
-    if phase in (Phase.DISCARDING, Phase.CONCLUDED) and role.is_writing:
-        yield f"is {phase}, and a writer still reads images of ranks {sorted(role.is_writing)}"
+    if phase in (Phase.DISCARDING, Phase.CONCLUDED) and role.writing:
+        yield f"is {phase}, and a writer still reads images of ranks {sorted(role.writing)}"
     if phase in (Phase.DISCARDING, Phase.CONCLUDED) and role.is_sealing:
         yield f"is {phase}, and its fragment is still being written"
     if phase in (Phase.SHOWING, Phase.DISCARDING) and (

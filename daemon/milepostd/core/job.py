@@ -1,7 +1,6 @@
-"""What a node knows of one job: who takes part, where, and how its saves have ended so far.
+"""What a node knows of one job: which ranks are where, and how its saves have ended so far.
 
-Pure data, changed only by `node`. A job's object lives as long as a save refers to it, also after a
-newer attempt has taken its place.
+Data only. A job's object lives as long as a save refers to it, even if a newer attempt has begun.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ import msgspec
 from milepost.wire.messages import Cause, Ending, Join, Keep, NodeRef, SaveRef
 
 NO_ORDER: Final = (-1, -1)
-"""What a save id that is none is ordered as: before every save."""
+"""The order of an invalid save id: before every save."""
 
 NO_SESSION: Final = -1
-"""The session of a rank that is remembered and has not come back yet."""
+"""The session of a rank that is in the journal and has not come back yet."""
 
 SAVE_ID_CHARACTERS_MAX: Final = 40
-"""Longest save id taken: two counters of 19 digits and a dash."""
+"""Longest save id accepted: two counters of 19 digits and a dash."""
 
 
 class LastCommitted(msgspec.Struct, frozen=True):
-    """The newest checkpoint this node heard of."""
+    """The newest checkpoint that this node knows of."""
 
     save: SaveRef
     path: str
@@ -40,8 +39,8 @@ class LastFailed(msgspec.Struct, frozen=True):
 
 
 class History(msgspec.Struct):
-    """How a job's saves have ended here, over all its attempts: they share one object, since a save
-    of an earlier attempt may end after a newer one has begun.
+    """How a job's saves have ended at this node. All attempts share one object, since a save of an
+    earlier attempt may end after a newer attempt has begun.
     """
 
     last_committed: LastCommitted | None = None
@@ -50,14 +49,14 @@ class History(msgspec.Struct):
     outcome_counts: dict[Ending, int] = msgspec.field(default_factory=dict)
 
     def note_committed(self, committed: LastCommitted) -> None:
-        """Remember a checkpoint, unless a later save's is known already."""
+        """Remember the checkpoint, unless one of a later save is known."""
         newest = self.last_committed
         if newest is None or save_order(newest.save) <= save_order(committed.save):
             self.last_committed = committed
 
     def note_failed(self, outcome: Ending, save: SaveRef, cause: Cause) -> None:
-        """Remember why a save did not become a checkpoint; a skip was asked for, and hides no
-        failure.
+        """Remember why a save did not become a checkpoint. Skips are kept apart: the user asked for
+        them, and they must not hide a failure.
         """
         found = LastFailed(save=save, cause=cause)
         if outcome is Ending.SKIPPED:
@@ -67,7 +66,7 @@ class History(msgspec.Struct):
 
 
 class Seat(msgspec.Struct):
-    """One local rank's place in the job."""
+    """One local rank of the job."""
 
     session: int
     pid: int
@@ -75,7 +74,7 @@ class Seat(msgspec.Struct):
     is_lost: bool = False
     is_leaving: bool = False
     reason: str = ""
-    """Why it is lost or leaving."""
+    """Why the rank is lost or leaving."""
 
 
 class Job:
@@ -99,7 +98,7 @@ class Job:
         self._nodes: dict[str, NodeRef] = {}
         self.seats: dict[int, Seat] = {}
         self.is_journalled = False
-        """Whether a restarted daemon would know this attempt."""
+        """Whether the attempt is in the journal, where a restarted daemon finds it."""
         self.history = History() if history is None else history
 
     @property
@@ -109,9 +108,9 @@ class Job:
 
     @property
     def ranks_of(self) -> dict[str, tuple[int, ...]]:
-        """The ranks of each node that has at least one: the cohort of each save.
+        """The ranks of each node that has at least one; these nodes are the cohort of each save.
 
-        Made when it is first asked for: only the coordinator of a large job needs it.
+        Made at the first use, since only the coordinator of a large job needs it.
         """
         if not self._ranks_of:
             ranks: dict[str, list[int]] = {}
@@ -122,26 +121,28 @@ class Job:
 
     @property
     def nodes(self) -> dict[str, NodeRef]:
-        """The cohort of each save by its nodes' ids; made when it is first asked for."""
+        """The cohort of each save, by node id; made at the first use."""
         if not self._nodes:
             self._nodes = {node.node_id: node for node in self.peers()}
         return self._nodes
 
     def hears(self, node_id: str) -> bool:
-        """Whether another node's word counts here: the coordinator's, and to it everybody's."""
+        """Whether this node listens to another: all listen to the coordinator, which listens to the
+        whole cohort.
+        """
         return node_id == self.coordinator.node_id or (
             self.is_coordinator and node_id in self.nodes
         )
 
     def peers(self) -> tuple[NodeRef, ...]:
-        """The nodes that have at least one rank, in the order of the cohort."""
+        """Return the nodes that have at least one rank, in the order of the cohort."""
         used = set(self.node_of_rank)
         if len(used) == len(self.cohort):
             return self.cohort
         return tuple(node for index, node in enumerate(self.cohort) if index in used)
 
     def agrees_with(self, join: Join) -> bool:
-        """Whether a further rank of the same attempt describes the same job."""
+        """Whether a rank of the same attempt describes the same job."""
         return (
             join.root == self.root
             and join.node_of_rank == self.node_of_rank
@@ -150,8 +151,9 @@ class Job:
 
 
 def save_order(save: SaveRef) -> tuple[int, int]:
-    """Return (attempt, count) from a save id; later saves compare greater. NO_ORDER for an id that
-    is none: it comes from a trainer or a peer.
+    """Return (attempt, count) of a save id, by which later saves compare greater.
+
+    A trainer or a peer may send an invalid id: NO_ORDER.
     """
     attempt, _, count = save.save_id.partition("-")
     if (

@@ -1,4 +1,4 @@
-"""Why a rank cannot have a place at this node, as far as its own words tell."""
+"""Why a node refuses a rank or a save, as far as the message itself tells."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from milepost.wire.messages import Cause, Join, SaveRef
 from milepostd.core.job import Job
 
 DEADLINE_S_MAX: Final = 7 * 86_400.0
-"""Longest deadline of a save: nobody waits a week for a checkpoint."""
+"""Longest deadline of a save."""
 
 JOB_CHARACTERS_MAX: Final = 300
 ROOT_CHARACTERS_MAX: Final = 4096
-"""Longest names taken: they are in every status and on every line of the log. The client allows 200
-and adds the root's identity; 4,096 is PATH_MAX."""
+"""Longest names accepted, since they are in each status and in each line of the log. The client
+allows 200 characters for a job and adds the root's identity; 4,096 is PATH_MAX."""
 
 PLACE_CHARACTERS_MAX: Final = 3000
-"""Longest path of a checkpoint in a place of its own: names below it must fit into PATH_MAX, and
-the whole into a slot's record."""
+"""Longest path of a checkpoint in a place of its own. Names below it must fit into PATH_MAX, and
+the path itself into a slot's record."""
 
 
 def why_not(join: Join, here: str, roots: Sequence[str], known: Job | None) -> Cause | None:
@@ -28,7 +28,7 @@ def why_not(join: Join, here: str, roots: Sequence[str], known: Job | None) -> C
     Args:
         here: this node's id.
         roots: those that jobs may use, with all below them; empty: any.
-        known: the newest attempt of this job that was heard of.
+        known: the newest attempt of this job here, if there is one.
     """
     if not 0 < join.deadline_s <= DEADLINE_S_MAX:
         return Cause(

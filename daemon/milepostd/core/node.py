@@ -1,18 +1,18 @@
 """One node. `Node.handle(event, now_ns) -> commands` is its only entry.
 
 Pure: no socket, file, clock, thread, log, environment or torch. Nothing depends on the order of
-sets. An event that makes no sense where the node stands changes nothing and yields a log line at
-most; a node never raises for what somebody else did.
+sets. An event that makes no sense in the node's state changes nothing and yields at most a log
+line; a node never raises because of what somebody else did.
 
-A node owns one object a subject. Each knows only those before it:
+A node owns one object for each subject. Each object knows only those before it:
 
-    halting   whether the daemon ends
-    roster    which jobs and ranks are here
-    saves     the saves in flight, in both roles
-    preemptions  who was told to go
-    peers     what other nodes say
-    sessions  what trainers say
-    recall    what an earlier life of the daemon has left
+    halting      whether the daemon ends
+    roster       the jobs and ranks that are here
+    saves        the saves in flight, in both roles
+    preemptions  the jobs of which a rank was told to go
+    peers        messages of other nodes
+    sessions     messages of trainers
+    recall       what an earlier life of the daemon has left
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from milepostd.core.timers import TimerKind, job_of_timer, save_of_timer, timer_
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node is told at its start and never changes."""
+    """What a node is told at its start."""
 
     node: NodeRef
     roots: tuple[str, ...] = ()
-    """Roots that jobs may use, with all below them; empty: any."""
+    """Where checkpoints may be written, with all folders below; empty: anywhere."""
     is_embedded: bool = False
-    """Started by a trainer: ends by itself when nothing is pending and no trainer is here."""
+    """A trainer started the daemon, so it ends when nothing is pending and no trainer is here."""
     linger_s: float = 10.0
     """How long an embedded daemon stays after the last trainer."""
 
 
 class Node:
-    """The state of one daemon; see the module's docstring."""
+    """The state of one daemon."""
 
     def __init__(self, settings: NodeSettings) -> None:
         here = self.node_id = settings.node.node_id
@@ -82,19 +82,18 @@ class Node:
         )
         self.recall = Recall(here, self.roster, self.saves, self.peers, self.sessions)
         self.housekeeping = 0
-        """Slow commands in flight that no save waits for: discards and retention."""
+        """Discards and retentions in flight, for which no save waits."""
 
     def handle(self, event: AnyEvent, now_ns: int) -> tuple[AnyCommand, ...]:
-        """Take one event; return what to do, in this order."""
+        """Take an event; return the commands to carry out, in this order."""
         pending: deque[AnyEvent] = deque([event])
         commands: list[Command] = []
         while pending:
             for command in self._dispatch(pending.popleft(), now_ns):
                 if isinstance(command, Send) and command.node.node_id == self.node_id:
-                    # The two roles of one node talk by the same messages, without a wire.
+                    # A message to this node's other role never leaves the node.
                     pending.append(PeerSaid(node_id=self.node_id, message=command.message))
                 else:
-                    # Counted down again by their completions.
                     self.housekeeping += isinstance(command, Discard | Retain)
                     commands.append(command)
         commands += self._check_halt(now_ns)
@@ -154,7 +153,7 @@ class Node:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is pending: no save, no writer, no housekeeping, no rank that may come
+        """Whether nothing is pending: no save, writer or housekeeping, and no rank that may come
         back.
         """
         return not self.housekeeping and self.saves.is_idle and not self.roster.has_recalls()
@@ -163,7 +162,7 @@ class Node:
         commands = self.halting.stop()
         if self.halting.stops == 1:
             for name in self.roster.jobs:
-                # Who has not come back by now would not be served any more.
+                # Ranks that have not come back yet would be refused.
                 commands += self.recall.over(name, now_ns)
         return commands
 

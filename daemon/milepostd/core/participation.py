@@ -1,14 +1,15 @@
-"""One node's part in one save: it gathers what its local ranks say, has their images written, and
+"""One node's part in one save: it collects the reports of its ranks, has their images written, and
 tells the coordinator.
 
-Every node of the cohort takes part, the coordinator's too: there the two roles talk by the same
-messages as between nodes, so there is one behaviour, not two.
+Every node of the cohort takes part, also the coordinator's own. There the two roles talk by the
+same messages as two nodes do, so there is one behaviour, not two.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from milepost.storage.fate import Fate
 from milepost.wire.messages import (
     AbortWanted,
     Cause,
@@ -44,13 +45,13 @@ from milepostd.core.commands import (
     Log,
     Reply,
     Send,
+    SetTimer,
     WriteFragment,
     WriteImage,
 )
 from milepostd.core.events import (
     BytesWritten,
     Discarded,
-    Fate,
     FileDurable,
     FileFailed,
     FragmentDurable,
@@ -60,15 +61,16 @@ from milepostd.core.events import (
 )
 from milepostd.core.job import Job
 from milepostd.core.phases import PARTICIPANT, Phase, Trigger
-from milepostd.core.role import RESEND_S, RESOLVE_GRACE_S, SECOND_NS, Role, failed_outcome
-from milepostd.core.timers import TimerKind
+from milepostd.core.role import RESEND_S, RESOLVE_GRACE_S, Role, failed_outcome
+from milepostd.core.timers import SECOND_NS, TimerKind, later
 
 
 class Participation(Role):
     """One node's part in one save.
 
     Args:
-        is_recalled: an earlier life of this daemon took part, and may have been prepared.
+        is_recalled: an earlier life of this daemon took part and may have been prepared, so that
+            the save may be published already.
     """
 
     table = PARTICIPANT
@@ -81,33 +83,35 @@ class Participation(Role):
         super().__init__(job, save, now_ns)
         self.node_id = node_id
         self.reports: dict[int, RankReport] = {}
+        """What each rank has reported last, as the coordinator is told."""
         self.staged: dict[int, Staged] = {}
         self.files: dict[int, WrittenFile] = {}
-        self.is_writing: set[int] = set()
-        """Ranks whose image a writer may be touching."""
+        self.writing: set[int] = set()
+        """Ranks whose image a writer still reads."""
         self.is_sealing = False
         """Whether the manifest fragment is being written."""
         self.layouts_given: set[int] = set()
+        """Ranks that were told their layout."""
         self.fragment = ""
         self.failure: Fail | None = None
         self.is_recalled = is_recalled
         self.bytes_total = 0
         self.bytes_written = 0
         self.elapsed_s = 0.0
-        """From the first report to the end."""
+        """From the first report on this node to the outcome."""
 
     def open(self) -> list[Command]:
-        """First report of the save on this node."""
+        """Start the timers."""
         return [
             self.set_timer(self.deadline_timer, self.deadline_at_ns()),
-            self.set_timer(self.repeat_timer, self.opened_at_ns + int(RESEND_S * SECOND_NS)),
+            self.set_timer(self.repeat_timer, later(self.opened_at_ns, RESEND_S)),
             Log(level="debug", event="save.opened", save=self.save),
         ]
 
     # --- what local ranks say
 
     def rank_said(self, rank: int, message: RankMessage, now_ns: int) -> list[Command]:
-        """Take one rank's word; each says one thing, or offers and then stages."""
+        """Take a rank's message. A rank sends one for a save, or offers and then stages."""
         if self.has_ended:
             return self._late(rank, message)
         if message.save != self.save:
@@ -143,7 +147,7 @@ class Participation(Role):
             case AbortWanted():
                 cause = Cause("aborted", f"rank {rank} asked for an abort", "", self.node_id, rank)
                 if self.phase is Phase.PREPARED:
-                    # This node's part is done and stands; the coordinator may still end the save.
+                    # This node has done its part; the coordinator may still end the save.
                     fail = Fail(save=self.save, cause=cause)
                     return [Send(node=self.job.coordinator, message=fail)]
                 return self.cannot(cause, now_ns)
@@ -158,12 +162,12 @@ class Participation(Role):
         if rank in self.staged:
             return []
         self.staged[rank] = message
-        # An offer that has been answered need not be repeated to the coordinator.
+        # The offer has been answered, so the coordinator need not hear it again.
         self.reports[rank] = RankReport(rank, message.layout_id)
         commands: list[Command] = []
         if self.phase in (Phase.GATHERING, Phase.PLANNING):
             self.bytes_total += message.image_bytes
-            self.is_writing.add(rank)
+            self.writing.add(rank)
             commands.append(
                 WriteImage(
                     save=self.save,
@@ -203,10 +207,10 @@ class Participation(Role):
             if not seat.is_lost
         ]
 
-    # --- what its own commands came to
+    # --- completions of its commands
 
     def handle(self, event: ParticipantEvent, now_ns: int) -> list[Command]:
-        """Take the completion of a command, or its progress."""
+        """Take the completion of a command, or the progress of a write."""
         match event:
             case BytesWritten():
                 return self._bytes_written(event)
@@ -225,29 +229,27 @@ class Participation(Role):
                 return []
 
     def _bytes_written(self, event: BytesWritten) -> list[Command]:
-        """Progress, for people. Files end on a page, so the last block may be a little longer."""
+        """Count, for people. A file ends on a full page, so its last block may be a bit longer."""
         self.bytes_written = min(self.bytes_total, self.bytes_written + event.count)
         return []
 
     def _file_durable(self, event: FileDurable, now_ns: int) -> list[Command]:
-        """One rank's file is synced."""
         rank = event.file.rank
-        if rank not in self.is_writing:
+        if rank not in self.writing:
             return []
         self.files[rank] = event.file
         return self._writer_done(rank) + self._check_files(now_ns)
 
     def _file_failed(self, event: FileFailed, now_ns: int) -> list[Command]:
-        """One rank's file could not be written."""
-        if event.rank not in self.is_writing:
+        if event.rank not in self.writing:
             return []
         return self._writer_done(event.rank) + self.cannot(event.cause, now_ns)
 
     def _writer_done(self, rank: int) -> list[Command]:
-        self.is_writing.discard(rank)
+        self.writing.discard(rank)
         if not self.has_ended:
             return []
-        # The rank was told the outcome while the writer still read its slot.
+        # The rank knows the outcome, but not yet that its slot is free.
         freed = self._reply(rank, SlotFreed(save_id=self.save.save_id))
         return freed + self._check_writers()
 
@@ -267,7 +269,7 @@ class Participation(Role):
         ]
 
     def _fragment_durable(self, event: FragmentDurable, now_ns: int) -> list[Command]:
-        """Everything of this node is durable: say so."""
+        """Tell the coordinator that all of this node is durable."""
         self.fragment = event.fragment
         released = self._sealing_done()
         if not self.move(Trigger.SEALED):
@@ -277,7 +279,7 @@ class Participation(Role):
     # --- what the coordinator says
 
     def coordinator_said(self, message: CoordinatorMessage, now_ns: int) -> list[Command]:
-        """Take the coordinator's word."""
+        """Take the coordinator's message."""
         match message:
             case Planned():
                 return self._planned(message)
@@ -285,7 +287,7 @@ class Participation(Role):
                 return self._verdict_heard(message, now_ns)
 
     def _planned(self, message: Planned) -> list[Command]:
-        """Layouts for local ranks that offered."""
+        """Hand the layouts to the ranks that offered."""
         commands: list[Command] = []
         if self.phase is not Phase.PLANNING:
             return commands
@@ -303,13 +305,12 @@ class Participation(Role):
                 ),
             )
         if self.save.is_plan_only and self.move(Trigger.PLAN_SUFFICES):
-            # The layouts are the answer: the ranks expect no other.
+            # The ranks asked for layouts only, and have them.
             self.reports = {}
             commands += self.clear_timers()
         return commands
 
     def _verdict_heard(self, message: Outcome, now_ns: int) -> list[Command]:
-        """The coordinator's verdict."""
         if not self.move(Trigger.OUTCOME):
             return []
         return self._conclude(message, now_ns)
@@ -317,17 +318,16 @@ class Participation(Role):
     # --- failures and time
 
     def cannot(self, cause: Cause, now_ns: int, *, skip: bool = False) -> list[Command]:
-        """This node cannot go on: the coordinator is told, and ends the save for all."""
+        """Tell the coordinator that this node cannot go on; it then ends the save for all."""
         if not self.move(Trigger.CANNOT):
             return []
         self.failure = Fail(save=self.save, cause=placed(cause, self.node_id), skip=skip)
-        # Not prepared means not published: if the coordinator stays silent, this node may end it by
-        # itself.
-        grace = self.set_timer(self.deadline_timer, now_ns + int(RESOLVE_GRACE_S * SECOND_NS))
-        return [*self._tell(now_ns), grace]
+        # Without this node's `Prepared` nobody can publish, so the node may end the save alone if
+        # the coordinator stays silent.
+        return [*self._tell(now_ns), self._set_grace(now_ns)]
 
     def resend(self, now_ns: int) -> list[Command]:
-        """Nothing was heard for a while: say it again."""
+        """Repeat the last message: it or its answer may have been lost."""
         if self.has_ended:
             return []
         commands = self._tell(now_ns)
@@ -336,50 +336,63 @@ class Participation(Role):
         return commands
 
     def overdue(self, now_ns: int) -> list[Command]:
-        """The deadline has passed on this node, or a grace after it."""
-        if self.phase is Phase.SHOWING and self.move(Trigger.OVERDUE):
-            return self._check_writers()
-        if self.phase in (Phase.GATHERING, Phase.PLANNING, Phase.WRITING, Phase.SEALING):
-            verdict_at_ns = self.deadline_at_ns() + int(RESOLVE_GRACE_S * SECOND_NS)
-            missing = self._silent_ranks()
-            if self.phase is Phase.PLANNING and not missing and now_ns < verdict_at_ns:
-                # Only the coordinator knows for whom its plan waits; it has the same deadline.
-                return [self.set_timer(self.deadline_timer, verdict_at_ns)]
-            code = "rank-missing" if missing else "timeout"
-            cause = Cause(
-                code,
-                f"save {self.save.save_id} of step {self.save.step} did not end within "
-                f"{self.job.deadline_s:g} s: {self.waits_for()}",
-                "see `milepost status`; every rank has to call save()",
-                self.node_id,
-                missing[0] if missing else -1,
-            )
-            return self.cannot(cause, now_ns)
-        if self.phase is Phase.FAILING and self.is_recalled and self.move(Trigger.UNSURE):
-            at_ns = now_ns + int(RESOLVE_GRACE_S * SECOND_NS)
-            return [self._ask_directory(), self.set_timer(self.deadline_timer, at_ns)]
-        if self.phase is Phase.FAILING and self.move(Trigger.OVERDUE):
-            # Never prepared, so the coordinator cannot have published: this is certain without its
-            # word.
-            assert self.failure is not None
-            return self._conclude_alone(self.failure, now_ns)
-        if self.phase is Phase.PREPARED:
-            if now_ns < self.deadline_at_ns() + int(RESOLVE_GRACE_S * SECOND_NS):
-                # The coordinator has the same deadline and decides for all; give it the first word.
-                at_ns = self.deadline_at_ns() + int(RESOLVE_GRACE_S * SECOND_NS)
-                return [self.set_timer(self.deadline_timer, at_ns)]
-            if self.move(Trigger.OVERDUE):
-                at_ns = now_ns + int(RESOLVE_GRACE_S * SECOND_NS)
-                return [self._ask_directory(), self.set_timer(self.deadline_timer, at_ns)]
-        if self.phase in (Phase.RESOLVING, Phase.UNDECIDED) and self.move(Trigger.OVERDUE):
-            # The directory gives no answer, or storage none at all: the handle ends, the save's
-            # fate shows later.
-            unknown = Outcome(save=self.save, outcome=Ending.UNKNOWN, cause=self._unknown())
-            return self._conclude(unknown, now_ns)
-        return []
+        """The deadline has passed, or the grace that followed it."""
+        match self.phase:
+            case Phase.GATHERING | Phase.PLANNING | Phase.WRITING | Phase.SEALING:
+                return self._unfinished(now_ns)
+            case Phase.PREPARED:
+                return self._without_verdict(now_ns)
+            case Phase.FAILING if self.is_recalled:
+                # The coordinator may have published what the earlier life had prepared.
+                self.move(Trigger.UNSURE)
+                return [self._ask_directory(), self._set_grace(now_ns)]
+            case Phase.FAILING:
+                # This node was never prepared, so the coordinator cannot have published.
+                self.move(Trigger.OVERDUE)
+                assert self.failure is not None
+                return self._conclude_alone(self.failure, now_ns)
+            case Phase.RESOLVING | Phase.UNDECIDED:
+                # The handles end now. What became of the save shows when storage answers.
+                self.move(Trigger.OVERDUE)
+                unknown = Outcome(save=self.save, outcome=Ending.UNKNOWN, cause=self._unknown())
+                return self._conclude(unknown, now_ns)
+            case Phase.SHOWING:
+                self.move(Trigger.OVERDUE)
+                return self._check_writers()
+            case _:
+                return []
+
+    def _unfinished(self, now_ns: int) -> list[Command]:
+        """The deadline has passed before this node was prepared."""
+        verdict_at_ns = later(self.deadline_at_ns(), RESOLVE_GRACE_S)
+        missing = self._silent_ranks()
+        if self.phase is Phase.PLANNING and not missing and now_ns < verdict_at_ns:
+            # The plan is late. The coordinator has the same deadline, and knows what it waits for.
+            return [self.set_timer(self.deadline_timer, verdict_at_ns)]
+        cause = Cause(
+            "rank-missing" if missing else "timeout",
+            f"save {self.save.save_id} of step {self.save.step} did not end within "
+            f"{self.job.deadline_s:g} s: {self.waits_for()}",
+            "see `milepost status`; every rank has to call save()",
+            self.node_id,
+            missing[0] if missing else -1,
+        )
+        return self.cannot(cause, now_ns)
+
+    def _without_verdict(self, now_ns: int) -> list[Command]:
+        """This node is prepared, and the coordinator is silent."""
+        verdict_at_ns = later(self.deadline_at_ns(), RESOLVE_GRACE_S)
+        if now_ns < verdict_at_ns:
+            # The coordinator has the same deadline and decides for all nodes, so it goes first.
+            return [self.set_timer(self.deadline_timer, verdict_at_ns)]
+        self.move(Trigger.OVERDUE)
+        return [self._ask_directory(), self._set_grace(now_ns)]
+
+    def _set_grace(self, now_ns: int) -> SetTimer:
+        return self.set_timer(self.deadline_timer, later(now_ns, RESOLVE_GRACE_S))
 
     def _silent_ranks(self) -> list[int]:
-        """Local ranks that owe the next word: a report, or an image for their layout."""
+        """Return the ranks that owe something: a report, or an image for their layout."""
         return [
             rank
             for rank in self.job.ranks_here
@@ -390,7 +403,7 @@ class Participation(Role):
         return GiveUp(save=self.save, root=self.job.root, is_coordinator=False)
 
     def _outcome_found(self, event: OutcomeFound, now_ns: int) -> list[Command]:
-        """The shared directory has told how the save ended."""
+        """Take what the shared directory shows."""
         if event.fate is Fate.ABORTED and self.move(Trigger.ABORT_SEEN):
             cause = Cause(
                 "node-missing", f"{self._no_verdict()}; the save was given up", "", self.node_id
@@ -400,16 +413,15 @@ class Participation(Role):
             committed = Outcome(save=self.save, outcome=Ending.COMMITTED, path=event.path)
             return self._conclude(committed, now_ns)
         if event.fate is Fate.UNKNOWN:
-            # Neither name shows, which is no outcome: the next resend looks again.
+            # Neither name shows, which proves nothing. `resend` looks again.
             self.move(Trigger.NEITHER_SEEN)
         return []
 
     def _conclude_alone(self, failure: Fail, now_ns: int) -> list[Command]:
-        """End without the coordinator's word; what is given up stays a grace for others to find."""
-        return [
-            *self._conclude(failed_outcome(failure), now_ns),
-            self.set_timer(self.deadline_timer, now_ns + int(RESOLVE_GRACE_S * SECOND_NS)),
-        ]
+        """End the save without the coordinator. Keep the aborted directory for a grace, until the
+        peers have seen it.
+        """
+        return [*self._conclude(failed_outcome(failure), now_ns), self._set_grace(now_ns)]
 
     def _no_verdict(self) -> str:
         return (
@@ -431,8 +443,8 @@ class Participation(Role):
         commands = self.clear_timers()
         for rank in self.job.ranks_here:
             commands += self._tell_outcome(rank, verdict)
-        commands += [AbandonWrite(save=self.save, rank=rank) for rank in sorted(self.is_writing)]
-        # Offers can be megabytes; an ended save is kept only to answer late messages.
+        commands += [AbandonWrite(save=self.save, rank=rank) for rank in sorted(self.writing)]
+        # Offers can be megabytes, and an ended save is kept only to answer late messages.
         self.reports = {
             rank: msgspec.structs.replace(report, fingerprint="", offer=b"")
             for rank, report in self.reports.items()
@@ -448,20 +460,18 @@ class Participation(Role):
             elapsed_s=self.elapsed_s,
             cause=verdict.cause,
             layout_valid=verdict.layout_valid,
-            slot_free=rank not in self.is_writing,
+            slot_free=rank not in self.writing,
         )
         return self._reply(rank, concluded)
 
     def _late(self, rank: int, message: RankMessage) -> list[Command]:
-        """A rank speaks of a save that has ended for its node: tell it how."""
+        """Answer a rank whose message came after the end: tell it the outcome."""
         if isinstance(message, AbortWanted) or self.verdict is None:
             return []
         return self._tell_outcome(rank, self.verdict)
 
     def _check_writers(self) -> list[Command]:
-        """Delete what a failed save left, once no writer can add to it and its peers have had time
-        to see it.
-        """
+        """Once all writers are quiet, delete what a failed save left."""
         if self.has_writers:
             return []
         if self.outcome not in (Ending.FAILED, Ending.SKIPPED):
@@ -477,7 +487,7 @@ class Participation(Role):
         return [Reply(session=seat.session, message=message)]
 
     def _tell(self, now_ns: int) -> list[Command]:
-        """Say to the coordinator where this node stands."""
+        """Tell the coordinator where this node stands, and set the timer that repeats it."""
         message: ParticipantMessage
         if self.failure is not None:
             message = self.failure
@@ -493,25 +503,25 @@ class Participation(Role):
                 reports=tuple(self.reports[rank] for rank in sorted(self.reports)),
             )
         else:
-            # A rank of another node may be gone, and this one's wait for it in a collective.
+            # A rank of another node may be gone, and the local ranks wait for it in a collective.
             message = WordWanted(save=self.save)
         return [
             Send(node=self.job.coordinator, message=message),
-            self.set_timer(self.repeat_timer, now_ns + int(RESEND_S * SECOND_NS)),
+            self.set_timer(self.repeat_timer, later(now_ns, RESEND_S)),
         ]
 
     @property
     def is_pending(self) -> bool:
-        """Whether this node still has to do something for the save."""
+        """Whether the save goes on, or one of its writers does."""
         return not self.has_ended or self.has_writers
 
     @property
     def has_writers(self) -> bool:
         """Whether a writer of this node may still add to the save's directory."""
-        return bool(self.is_writing) or self.is_sealing
+        return bool(self.writing) or self.is_sealing
 
     def waits_for(self) -> str:
-        """Say in one sentence what the save waits for on this node."""
+        """Return one sentence that says what the save waits for on this node."""
         match self.phase:
             case Phase.GATHERING:
                 missing = [rank for rank in self.job.ranks_here if rank not in self.reports]
@@ -539,8 +549,8 @@ class Participation(Role):
                 )
             case Phase.RESOLVING | Phase.UNDECIDED:
                 return "the coordinator is silent; asking the shared directory"
-            case _ if self.is_writing:
-                ranks = named("rank", sorted(self.is_writing), len(self.job.ranks_here))
+            case _ if self.writing:
+                ranks = named("rank", sorted(self.writing), len(self.job.ranks_here))
                 return f"ended as {self.outcome}; a writer still reads the image of {ranks}"
             case _ if self.is_sealing:
                 return f"ended as {self.outcome}; its manifest fragment is still being written"

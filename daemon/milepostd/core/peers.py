@@ -1,7 +1,7 @@
-"""What other nodes say: whose word counts, and which save it is for.
+"""Messages of other nodes: which of them count, and which save each is for.
 
-A node's own words to its other role come here too. Words about jobs that no local rank has joined
-yet wait in `early`.
+The messages between the two roles of this node come here too. Messages about jobs that no local
+rank has joined yet wait in `early`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from milepostd.core.saves import NodeSaves
 
 
 class Peers:
-    """The other nodes, as one node hears them."""
+    """What one node hears from the others."""
 
     def __init__(
         self, node_id: str, roster: Roster, saves: NodeSaves, preemptions: Preemptions
@@ -38,7 +38,7 @@ class Peers:
         self.early = EarlyMessages()
 
     def said(self, node_id: str, message: PeerMessage, now_ns: int) -> list[Command]:
-        """Take a peer's word. Of a word that makes no sense here only a log line comes."""
+        """Take a peer's message. One that makes no sense here yields only a log line."""
         self.heard_at_ns[node_id] = now_ns
         if isinstance(message, PreemptionMessage):
             return self.preemptions.heard(
@@ -54,20 +54,20 @@ class Peers:
         return self._participant_said(node_id, job, message, now_ns)
 
     def replay(self, job: str, now_ns: int) -> list[Command]:
-        """A local rank has joined the job: take what peers have said of it before."""
+        """Take the messages that came before a local rank had joined the job."""
         commands: list[Command] = []
         for node_id, message in self.early.take(job, now_ns):
             commands += self.said(node_id, message, now_ns)
         return commands
 
     def forget_strangers(self) -> None:
-        """Keep only nodes that a job here knows."""
+        """Forget the nodes that are in no job here."""
         known = {node_id for job in self.roster.jobs.values() for node_id in job.nodes}
         self.heard_at_ns = {
             node_id: at_ns for node_id, at_ns in self.heard_at_ns.items() if node_id in known
         }
 
-    # --- to this node as a participant
+    # --- for this node as a participant
 
     def _coordinator_said(
         self, node_id: str, message: CoordinatorMessage, now_ns: int
@@ -83,7 +83,7 @@ class Peers:
                 or save_order(message.save)[0] != job.attempt
             ):
                 return [_stray(node_id, message)]
-            # No local rank has spoken of the save yet: keep its outcome for when one does.
+            # No local rank has called the save yet. Keep its outcome until one does.
             role = self.saves.note(job, message.save, now_ns)
         elif node_id != role.job.coordinator.node_id:
             return [_stray(node_id, message)]
@@ -93,7 +93,7 @@ class Peers:
     def _word_wanted(
         self, node_id: str, job: Job, message: WordWanted, now_ns: int
     ) -> list[Command]:
-        """A save waits for this node: end it if it cannot have what it waits for."""
+        """Answer a coordinator whose save waits for this node: fail the save if a rank is gone."""
         save = message.save
         if node_id != job.coordinator.node_id:
             return [_stray(node_id, message)]
@@ -107,11 +107,11 @@ class Peers:
             return [Send(node=job.coordinator, message=Fail(save=save, cause=refusal))]
         if not any(seat.is_lost or seat.is_leaving for seat in job.seats.values()):
             return []
-        # The save may have been here and was forgotten: then only the directory knows its end.
+        # This node may have taken part and forgotten it. Then only the directory knows the outcome.
         role, commands = self.saves.take_part(job, save, now_ns, is_recalled=True)
         return commands + self.saves.after(role)
 
-    # --- to this node as a coordinator
+    # --- for this node as a coordinator
 
     def _participant_said(
         self, node_id: str, job: Job | None, message: ParticipantMessage, now_ns: int
@@ -122,8 +122,8 @@ class Peers:
             if job is None or save_order(message.save)[0] > job.attempt:
                 self.early.keep(node_id, message, now_ns)
                 return []
-            # A save of an earlier attempt can still be ended. How, the directory tells: an earlier
-            # life of this daemon may have published it.
+            # A save of an earlier attempt is begun too, but only to be given up: the directory
+            # shows if an earlier life of this daemon has published it.
             if not job.is_coordinator or node_id not in job.nodes:
                 return [_stray(node_id, message)]
             begun = self.saves.coordinate(job, message.save, now_ns)

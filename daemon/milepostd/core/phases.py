@@ -1,7 +1,7 @@
-"""The phases of a save and the two transition tables: the whole machine at a glance.
+"""The phases of a save, and one transition table for each role: the whole machine at a glance.
 
-Data only. `save` moves along these tables and nowhere else; the tests walk them, and pairs that are
-not listed change nothing.
+Data only. The roles move along these tables and nowhere else; a pair that is not listed changes
+nothing. The tests walk the tables, and `docs/save-machine.md` draws them.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ class Phase(StrEnum):
     """Where a save stands."""
 
     GATHERING = "gathering"
-    """Not every rank has said what it holds."""
+    """Some ranks have not yet reported what they offer or have staged."""
     PLANNING = "planning"
-    """All have spoken; at least one waits for its layout or is staging under a new one."""
+    """All ranks have reported; some wait for a layout, or are staging under a new one."""
     WRITING = "writing"
     """All ranks are staged; images are being written."""
     SEALING = "sealing"
     """The node's manifest fragment is being written."""
     PREPARED = "prepared"
-    """All of this node is durable; the coordinator decides."""
+    """All files of this node are durable; the coordinator decides."""
     FAILING = "failing"
-    """This node cannot go on and has said so; the coordinator decides."""
+    """This node cannot go on and has told the coordinator, which ends the save."""
     RESOLVING = "resolving"
     """The coordinator is silent past the deadline; the shared directory is being asked."""
     UNDECIDED = "undecided"
-    """The directory showed neither outcome; it is asked again soon."""
+    """The shared directory showed neither outcome; it is asked again soon."""
     COLLECTING = "collecting"
-    """The coordinator waits for every node to be prepared."""
+    """The coordinator waits until every node is prepared."""
     INDEXING = "indexing"
-    """Manifest and `.metadata` are being written."""
+    """The manifest and `.metadata` are being written."""
     PUBLISHING = "publishing"
-    """The rename is under way."""
+    """The save's directory is being renamed to its final name."""
     ABORTING = "aborting"
-    """The save's directory is being taken out of the way."""
+    """The save's directory is being renamed, so that it can never be published."""
     SHOWING = "showing"
-    """This node ended the save without the coordinator; it keeps the aborted directory until its
+    """This node ended the save without the coordinator, and keeps the aborted directory until its
     peers have seen it."""
     RELEASING = "releasing"
     """The save has ended; a writer still reads an image, whose rank waits for the slot, or still
@@ -54,7 +54,7 @@ ENDED: Final = frozenset({Phase.SHOWING, Phase.RELEASING, Phase.DISCARDING, Phas
 
 
 class Trigger(StrEnum):
-    """What moves a save on."""
+    """What moves a role from phase to phase."""
 
     ALL_REPORTED = "all ranks reported"
     ALL_STAGED = "all ranks staged"

@@ -1,16 +1,15 @@
-"""The global plan: which rank writes which item, decided once for a structure.
+"""The global plan: which rank writes which item, decided once for each structure.
 
-A pure function over the offers' columns, meant for 1,024 ranks of 1,000 items: one dictionary
-look-up and one short list an item, no object of ours. It must not know torch, files, or layouts
-(where in an image an item lies). In: decoded offers, and for ranks whose structure has not changed
-the items they have staged already. Out: a `Plan`, or `PlanRefused` with a cause that names key and
-ranks.
+A pure function of the offers' columns, made for 1,024 ranks with 1,000 items each: an item costs
+one dictionary look-up and one short list. Knows no torch, no files, and no layouts (where an item
+lies in an image). In: the decoded offers, and the items that ranks with an unchanged structure have
+staged already. Out: a `Plan`, or `PlanRefused` with a cause that names key and ranks.
 
-Same result in meaning as torch's DefaultSavePlanner, with three differences on purpose: replicas
-are the same only if their sizes agree too (MetadataIndex ignores the size), ranks are weighed by
-the bytes they will write rather than by global sizes, and what is held once is counted before what
-can be moved. Source: torch/distributed/checkpoint/default_planner.py and _dedup_save_plans.py
-(2.13).
+The result means the same as that of torch's DefaultSavePlanner, with three differences on purpose.
+Replicas are the same only if their sizes agree too (MetadataIndex ignores the size). The load of a
+rank is the bytes that it writes, not global sizes. Items that one rank alone holds are counted
+before those that several hold. Source: torch/distributed/checkpoint/default_planner.py and
+_dedup_save_plans.py (2.13).
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+import msgspec
+
 from milepost.format.tiling import BOUNDS, check_tiling
 from milepost.wire.messages import Cause
 from milepost.wire.offers import Box, Kind, Offer
@@ -28,35 +29,34 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 OBJECT_BYTES: Final = 1024
-"""What a serialised object weighs in the balance: its length is not known when the plan is made."""
+"""The load of a serialised object, whose length is not known when the plan is made."""
 
 LISTED_MAX: Final = 10
-"""At most so many keys are named in a refusal, and at most so many warnings are given."""
+"""Most keys that a refusal names, and most warnings of a plan."""
 
 _RUNS_MAX: Final = 8
-"""At most so many runs of ranks are named in a sentence."""
+"""Most runs of ranks that a sentence names."""
 
 _Place: TypeAlias = tuple[Box, Box]
-"""(offset, size): with the key, what makes two items replicas of each other. Objects: two empty
-tuples."""
+"""(offset, size). Items with the same key and place are replicas. Objects have two empty tuples."""
 
 _Holders: TypeAlias = list[int]
-"""rank, item, rank, item, ...: who offers a place, ranks ascending. Flat, since there may be a
-million of them."""
+"""The ranks that offer a place, ascending, each with its item: rank, item, rank, item ... A flat
+list, since there may be a million of them."""
 
 _Schema: TypeAlias = tuple[tuple[str, ...], bytes, tuple[str, ...], tuple[Box, ...]]
-"""The columns keys, kinds, dtypes, global_sizes, which most ranks share."""
+"""The columns keys, kinds, dtypes and global_sizes, which are the same on most ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who writes what. Both maps have every rank of the offers, items ascending; leave them alone.
+    """Which rank writes what. Both maps have all ranks of the offers, with items ascending.
 
-    assigned: what each rank writes, or for a rank given as fixed what it has staged.
-    counted: the subset of `assigned` that the index names. Together the counted items of all ranks
-        cover every tensor exactly once and hold every object once. Differs from `assigned` only
-        where several fixed ranks staged the same.
-    warnings: replicas that differ, at most `LISTED_MAX`, one a key.
+    assigned: the items that each rank writes; for a fixed rank those that it has staged.
+    counted: those of them that the index names. Together the counted items of all ranks cover each
+        tensor exactly once and hold each object once. They differ from `assigned` only where
+        several fixed ranks have staged the same.
+    warnings: keys whose replicas differ, at most `LISTED_MAX`.
     """
 
     assigned: dict[int, list[int]]
@@ -77,21 +77,20 @@ def make_plan(
 ) -> Plan:
     """Decide which rank writes which item.
 
-    Replicas (same key, offset and size) are written once: by the least loaded of the ranks that
-    hold them, heaviest first, the lower rank on a tie; by the lowest rank that holds them if any
-    offer says `to_lowest_rank`. The result depends only on the contents of the two maps, not on
-    their order. Shards without elements are written like others, but only one item at an offset, as
-    torch's index has only one entry for it.
+    Replicas (same key, offset and size) are written once. The heaviest go first; each goes to the
+    rank with the least load of those that hold it, and to the lower rank on a tie. If an offer says
+    `to_lowest_rank`, each goes to the lowest rank that holds it. The result depends only on the
+    contents of the two maps, not on their order. Shards without elements are written like others,
+    but only one item at each offset, since torch's index has one entry for it.
 
-    Offers that are `final` come from a user's SavePlanner and are taken as they are: no replica is
-    dropped and coverage is not checked, since its author may mean to save a part. Cost: about 2
-    microseconds an item offered.
+    Offers that are `final` come from a user's SavePlanner and are taken as they are. No replica is
+    dropped and coverage is not checked, since the planner may save a part on purpose. Cost: about 2
+    microseconds for each item offered.
 
     Args:
-        offers: of every rank in the save.
-        fixed: for some of these ranks, the items they have staged: exactly these, no others can be
-            added. Staged items are written already as far as the plan is concerned, so other ranks'
-            copies are dropped.
+        offers: of all ranks in the save.
+        fixed: for some of these ranks, the items that they have staged. The plan gives them no
+            others, and drops the replicas that other ranks hold.
 
     Raises:
         PlanRefused: `key-conflict`, `coverage-gap`, `coverage-overlap`, `coverage-bounds`;
@@ -134,7 +133,7 @@ def make_plan(
 
 
 def _describe(schemas: Mapping[_Schema, list[int]]) -> dict[str, tuple[int, str, Box]]:
-    """Return kind, dtype and global size of each key; refuse if two ranks do not agree on them."""
+    """Return kind, dtype and global size of each key. Refuse if two ranks disagree on them."""
     described: dict[str, tuple[int, str, Box]] = {}
     disputed: dict[str, None] = {}
     for keys, kinds, dtypes, sizes in schemas:
@@ -169,7 +168,7 @@ def _gather(
     schemas: Mapping[_Schema, list[int]],
     described: Mapping[str, object],
 ) -> dict[str, dict[_Place, _Holders]]:
-    """Return for each key its places and who offers them."""
+    """Return for each key its places and the ranks that offer them."""
     places: dict[str, dict[_Place, _Holders]] = {key: {} for key in described}
     rows: dict[int, list[dict[_Place, _Holders]]] = {}
     for (keys, _, _, _), holders in schemas.items():
@@ -216,8 +215,7 @@ def _check_coverage(key: str, size: Box, boxes: dict[_Place, _Holders], *, is_mi
         f" ({holders})" if holders else ""
     )
     if is_mixed and problem.code != BOUNDS:
-        # The ranks that offer agree with themselves and so do those that have staged: only the two
-        # together do not.
+        # The offers fit together, and so do the staged layouts; only both together do not.
         raise _refusal(
             "structure-changed",
             f"the structure changed on some ranks only: {text}",
@@ -289,7 +287,7 @@ def _assign(
 
 
 class _Warnings:
-    """Collects keys whose replicas differ, as far as the offers tell."""
+    """Collects the keys whose replicas differ, by the digests in the offers."""
 
     def __init__(self, offers: Mapping[int, Offer]) -> None:
         self._digests = {rank: offer.digests for rank, offer in offers.items()}
@@ -299,7 +297,7 @@ class _Warnings:
     def compare(self, key: str, holders: _Holders, writer: int) -> None:
         """Note the key if two of its holders have different digests.
 
-        Only free ranks are to be compared: the digests of one that has staged are of another save.
+        Compare only ranks that are not fixed: the digests of a fixed one are of an earlier save.
         """
         digests = self._digests
         sides: dict[int, list[int]] = {}
@@ -326,20 +324,15 @@ class _Warnings:
     def causes(self) -> tuple[Cause, ...]:
         causes = list(self._found.values())
         if self._more:
-            last = causes[-1]
-            causes[-1] = Cause(
-                last.code,
-                f"{last.message}{_and_more(len(causes) + len(self._more), 'key')}",
-                last.hint,
-                rank=last.rank,
-            )
+            more = _and_more(len(causes) + len(self._more), "key")
+            causes[-1] = msgspec.structs.replace(causes[-1], message=causes[-1].message + more)
         return tuple(causes)
 
 
 def _take_as_is(
     offers: Mapping[int, Offer], ranks: Sequence[int], fixed: Mapping[int, Sequence[int]]
 ) -> Plan:
-    """Plan for final offers: everything is written where it is."""
+    """Plan for final offers: each rank writes all that it offers."""
     writers: dict[tuple[str, Box], int] = {}
     assigned: dict[int, list[int]] = {}
     for rank in ranks:

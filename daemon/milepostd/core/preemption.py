@@ -1,10 +1,11 @@
-"""How one rank's SIGTERM becomes the same answer on all ranks, at the same read of `preempted`.
+"""Preemption: after one rank got SIGTERM, `preempted` turns true on all ranks at the same read.
 
-Ranks of a training loop read the flag once a step, in lockstep by their collectives, but not at the
-same instant: if each turned true when word reached it, one would save step 100 and leave while the
-next goes on to 101. So the ranks are asked how often they have read the flag; from its answer on a
-rank holds its next read; the coordinator then names the read after the greatest count, which nobody
-has made yet. Both roles live here, one object a job and node; words that are lost are repeated.
+The ranks of a training loop read the flag once a step, in lockstep by their collectives, but not at
+the same instant. If each rank's flag turned true as soon as the rank heard of the signal, one rank
+would save step 100 and leave while another goes on to step 101. So each rank is asked how often it
+has read the flag, and holds its next read after the answer. The coordinator then decides for the
+read after the greatest count, which no rank has made yet. Messages are repeated until they are
+answered.
 """
 
 from __future__ import annotations
@@ -27,54 +28,54 @@ from milepostd.core.job import Job
 from milepostd.core.timers import TimerKind, timer_name
 
 REPEAT_NS: Final = 1_000_000_000
-"""How long an answer is waited for before a word is repeated."""
+"""How long to wait for an answer before a message is repeated."""
 
 DECIDE_NS: Final = 5_000_000_000
-"""How long the coordinator waits for all ranks: a preempted node may be gone, and the grace time of
-the others runs. Ranks hold their reads meanwhile."""
+"""How long the coordinator waits for all ranks. A preempted node may be gone already, while the
+others hold their reads and their time to leave runs out."""
 
 
 class Preemption:
-    """One job's preemption, as one node knows it."""
+    """One job's preemption at one node, in both roles: as a node, and as the coordinator."""
 
     def __init__(self, job: Job, node_id: str, now_ns: int) -> None:
         self.job = job
         self.node_id = node_id
         self.opened_at_ns = now_ns
         self.at_read: int | None = None
-        """The decision."""
+        """The decision: the first read at which the flag is true."""
         self.told: dict[int, int] = {}
-        """Reads of the local ranks that have told."""
+        """How often each local rank has read, of those that have answered."""
         self.is_asked = False
-        """Whether the coordinator wants the local ranks to tell."""
+        """Whether the coordinator has asked for these counts."""
         self.known: dict[int, int] = {}
-        """Coordinator: reads of all ranks that have told, on any node."""
+        """At the coordinator: the counts of all ranks that have answered, on any node."""
         self.has_asked = False
-        """Coordinator: whether the nodes have been asked."""
+        """At the coordinator: whether the nodes were asked."""
 
     def open(self) -> list[Command]:
-        """First word of any kind."""
+        """Start the timer."""
         return [self._timer(self.opened_at_ns)]
 
     def noticed(self, rank: int) -> list[Command]:
-        """A local rank was told to go."""
+        """Take a local rank's message that it was told to go."""
         if self.at_read is not None:
             return self._reply(rank)
         return self._say()
 
     def reads_told(self, rank: int, reads: int) -> list[Command]:
-        """A local rank says how often it has read, and holds the next read."""
+        """Take a local rank's count; the rank holds its next read now."""
         if self.at_read is not None:
             return self._reply(rank)
         self.told.setdefault(rank, reads)
         return self._say() if not self._untold() else []
 
     def joined(self, rank: int) -> list[Command]:
-        """A rank took its place while this is under way."""
+        """Tell a rank that has just joined what the others were told."""
         return self._reply(rank) if self.at_read is not None or self.is_asked else []
 
     def heard(self, node_id: str, message: PreemptionMessage, now_ns: int) -> list[Command]:
-        """Another node's word, or this node's own in its other role."""
+        """Take a node's message, or this node's own in its other role."""
         match message:
             case PreemptionSaid():
                 return self._said(node_id, message, now_ns)
@@ -89,7 +90,7 @@ class Preemption:
                 return []
 
     def repeat(self, now_ns: int) -> list[Command]:
-        """Nothing was decided for a while: say it again."""
+        """Repeat what may have been lost, unless it is decided."""
         if self.at_read is not None:
             return []
         commands: list[Command] = [self._timer(now_ns)]
@@ -104,7 +105,7 @@ class Preemption:
     # --- the node's part
 
     def _say(self) -> list[Command]:
-        """Tell the coordinator what is known here; no counts mean: ask them."""
+        """Tell the coordinator the counts of the local ranks; none, as long as one is missing."""
         counts = [] if self._untold() else sorted(self.told.items())
         reads = tuple(RankReads(rank, count) for rank, count in counts)
         said = PreemptionSaid(job=self.job.job, attempt=self.job.attempt, reads=reads)
@@ -162,8 +163,8 @@ class Preemption:
         return self._send_all(asked, silent)
 
     def _decide(self) -> list[Command]:
-        # A rank that never told may have read more often: it turns true at once, which is the best
-        # that can be done for it.
+        # A rank that has not answered may have read more often. Then its flag turns true at once,
+        # which is the best that can be done for it.
         at_read = max([*self.known.values(), *self.told.values()], default=0) + 1
         return self._send_all(self._decision(at_read), list(self.job.nodes))
 
@@ -180,21 +181,21 @@ class Preemption:
 
 
 class Preemptions:
-    """The preemptions of one node's jobs: at most one a job, of its newest attempt."""
+    """The preemptions of one node's jobs: at most one for each job, in its newest attempt."""
 
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
         self.by_job: dict[str, Preemption] = {}
 
     def signalled(self, job: Job, rank: int, message: SignalMessage, now_ns: int) -> list[Command]:
-        """A local rank was told to go, or says how often it has read."""
+        """Take a local rank's message: it was told to go, or says how often it has read."""
         preemption, commands = self._of(job, now_ns)
         if isinstance(message, ReadsTold):
             return commands + preemption.reads_told(rank, message.reads)
         return commands + preemption.noticed(rank)
 
     def joined(self, job: Job, rank: int) -> list[Command]:
-        """A rank has joined its job."""
+        """Tell a rank that has just joined its job what the others were told."""
         preemption = self.by_job.get(job.job)
         if preemption is None or preemption.job is not job:
             return []
@@ -203,20 +204,24 @@ class Preemptions:
     def heard(
         self, job: Job | None, node_id: str, message: PreemptionMessage, now_ns: int
     ) -> list[Command]:
-        """A node speaks of a job's preemption; `job` is its newest attempt here."""
+        """Take a node's message about a job's preemption.
+
+        Args:
+            job: the newest attempt here, if there is one.
+        """
         if job is None or job.attempt != message.attempt or not job.hears(node_id):
-            # Repeated by its sender, or history.
+            # Of an older attempt, or too early: then its sender repeats it.
             return []
         preemption, commands = self._of(job, now_ns)
         return commands + preemption.heard(node_id, message, now_ns)
 
     def repeat(self, job: str, now_ns: int) -> list[Command]:
-        """Nothing was decided for a while."""
+        """Repeat a job's messages that may have been lost, unless it is decided."""
         preemption = self.by_job.get(job)
         return [] if preemption is None else preemption.repeat(now_ns)
 
     def forget(self, job: str) -> None:
-        """The job is forgotten."""
+        """Forget a job."""
         self.by_job.pop(job, None)
 
     def _of(self, job: Job, now_ns: int) -> tuple[Preemption, list[Command]]:

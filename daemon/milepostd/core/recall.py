@@ -1,5 +1,5 @@
-"""An earlier life of this daemon: it goes on with what was staged, for trainers that come back and
-for dead ones alike.
+"""A restarted daemon takes over from its earlier life: it finishes the saves that were staged, for
+trainers that come back and for dead ones alike.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from milepostd.core.commands import Command, ForgetJournal, Log, MeetPeers, SetT
 from milepostd.core.events import JobRecalled
 from milepostd.core.job import NO_SESSION, Job, Seat, save_order
 from milepostd.core.peers import Peers
-from milepostd.core.role import SECOND_NS
 from milepostd.core.roster import Roster
 from milepostd.core.saves import NodeSaves
 from milepostd.core.sessions import Sessions
-from milepostd.core.timers import TimerKind, timer_name
+from milepostd.core.timers import TimerKind, later, timer_name
 
 RECALL_S: Final = 60.0
-"""How long a restarted daemon waits for the trainers it remembers before it takes them for dead:
-they look for it every fraction of a second, and give up after as long themselves."""
+"""How long a restarted daemon waits for the trainers in its journal before it takes them for dead.
+Trainers look for their daemon several times a second, and give up after the same time."""
 
 
 class Recall:
-    """What a node takes over from its earlier life."""
+    """What a node takes over from its earlier life. Keeps nothing of its own."""
 
     def __init__(
         self, node_id: str, roster: Roster, saves: NodeSaves, peers: Peers, sessions: Sessions
@@ -34,11 +33,11 @@ class Recall:
         self.sessions = sessions
 
     def job_recalled(self, event: JobRecalled, now_ns: int) -> list[Command]:
-        """The journal knows a job, and its arenas hold what was staged."""
+        """Take over a job of the journal, with what its arenas hold."""
         join = event.message
         cause = self.sessions.why_not(join)
         if cause is not None:
-            # The daemon was given other roots, or another address: its saves are lost to it.
+            # The daemon was started with other roots or another address: it cannot finish them.
             return [
                 Log(level="warning", event="job.unrecalled", cause=cause,
                     fields={"job": join.job, "attempt": join.attempt}),
@@ -54,12 +53,12 @@ class Recall:
         timer = timer_name(TimerKind.RECALL, job.job)
         commands: list[Command] = [
             MeetPeers(nodes=job.peers()),
-            SetTimer(timer=timer, at_ns=now_ns + int(RECALL_S * SECOND_NS)),
+            SetTimer(timer=timer, at_ns=later(now_ns, RECALL_S)),
             Log(level="warning", event="job.recalled",
                 fields={"job": job.job, "attempt": job.attempt}),
         ]  # fmt: skip
         if previous is not None:
-            # Its trainers are history, and what it had staged completely is being finished.
+            # The trainers of the older attempt are gone; what all of them had staged is finished.
             for seat in previous.seats.values():
                 seat.is_lost = True
             commands += self.saves.supersede(previous, job.attempt, now_ns)
@@ -71,7 +70,7 @@ class Recall:
         return commands + self.peers.replay(job.job, now_ns)
 
     def over(self, name: str, now_ns: int) -> list[Command]:
-        """Ranks of a job that were remembered and have not come back are dead."""
+        """Take the ranks of a job for dead that have not come back."""
         job = self.roster.jobs.get(name)
         if job is None:
             return []

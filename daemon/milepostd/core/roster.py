@@ -1,6 +1,6 @@
-"""Who is here: the jobs of a node, the sessions of their ranks, and what the ranks leave behind.
+"""The jobs of a node, the sessions of their ranks, and the shared memory that ranks leave behind.
 
-Owns jobs, sessions and seats. Knows nothing of saves: the caller says whether any is pending.
+Owns jobs, sessions and seats. Knows no saves: the caller says whether any is pending.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from milepostd.core.job import NO_SESSION, Job, Seat
 
 
 class JoinedRank(msgspec.Struct):
-    """The rank that a session is."""
+    """Which rank of which job a session is."""
 
     job: Job
     rank: int
 
     @property
     def seat(self) -> Seat:
-        """Its seat in the job."""
+        """What the job knows of the rank."""
         return self.job.seats[self.rank]
 
 
@@ -31,16 +31,16 @@ class Roster:
         self.jobs: dict[str, Job] = {}
         """The newest attempt of each job."""
         self.open_sessions: set[int] = set()
-        """Sessions that have said hello and are not lost."""
+        """Sessions that have said hello and have not been lost."""
         self.joined: dict[int, JoinedRank] = {}
-        """Those of them that have joined a job."""
+        """The open sessions that have joined a job."""
 
     def is_newest(self, job: Job) -> bool:
-        """Whether no later attempt of the job has begun."""
+        """Whether this is the newest attempt of its job."""
         return self.jobs.get(job.job) is job
 
     def has_recalls(self) -> bool:
-        """Whether a rank that an earlier life of the daemon knew may still come back."""
+        """Whether a rank of the daemon's earlier life may still come back."""
         return any(
             seat.session == NO_SESSION and not seat.is_lost
             for job in self.jobs.values()
@@ -48,7 +48,7 @@ class Roster:
         )
 
     def seat(self, job: Job, rank: int, session: int, pid: int) -> None:
-        """Let this session be the rank; the rank's earlier session is it no longer."""
+        """Make this session the rank's, in place of an earlier one."""
         old = job.seats.get(rank)
         if old is not None and not old.is_lost:
             self.joined.pop(old.session, None)
@@ -58,7 +58,7 @@ class Roster:
         self.joined[session] = JoinedRank(job, rank)
 
     def release_leaving(self, job: Job) -> list[Command]:
-        """Answer the ranks that leave; nothing of their job is pending."""
+        """Say goodbye to the ranks that are leaving; nothing of their job may be pending."""
         commands: list[Command] = []
         for rank, seat in job.seats.items():
             if seat.is_leaving and not seat.is_lost:
@@ -71,11 +71,11 @@ class Roster:
         return commands
 
     def release_arenas(self, job: Job, *, may_sweep: bool) -> list[Command]:
-        """Unlink the arenas of lost ranks, and forget the attempt once it is over; no save of it is
-        pending.
+        """Unlink the arenas of lost ranks, and forget the attempt if it is over; no save of the
+        attempt may be pending.
 
         Args:
-            may_sweep: no save of any attempt before the newest is pending.
+            may_sweep: no save of another earlier attempt is pending either.
         """
         commands: list[Command] = []
         paths: list[str] = []
@@ -96,5 +96,5 @@ class Roster:
 
 
 def sweep(job: Job, ranks: tuple[int, ...]) -> SweepArenas:
-    """Unlink what these ranks' attempts before this one left in shared memory."""
+    """Unlink what earlier attempts of these ranks left in shared memory."""
     return SweepArenas(job=job.job, below_attempt=job.attempt, ranks=ranks)

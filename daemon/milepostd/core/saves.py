@@ -1,8 +1,8 @@
-"""The saves of a node: those in flight, in both roles, and the last that have ended.
+"""The saves of a node: those in flight, in both roles, and the last ones that have ended.
 
-Begins a save's roles, hands them what concerns them, and does what follows from their moves: it
-notes how a save ended, has old checkpoints and leftovers removed, and lets ranks go that wait for
-the end of their job's saves. Knows nothing of peers: `peers` decides whose word counts.
+Begins a save's roles and hands them the events that concern them. When a save ends, it notes how,
+has old checkpoints and leftovers removed, and lets go of the ranks that waited for it. `peers`
+decides which messages of other nodes count.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from milepostd.core.roster import Roster
 from milepostd.core.timers import TimerKind
 
 SAVES_MAX: Final = 256
-"""Saves in flight on one node in each role, over all jobs: as many jobs as a node serves, with a
-few slots each."""
+"""Most saves in flight on one node in each role, over all jobs: a few slots for each of the jobs
+that a node serves."""
 
 ENDED_MAX: Final = 256
-"""Ended saves kept to answer late messages; older ones are forgotten, and late messages about them
-ignored."""
+"""Most ended saves that are kept to answer late messages. The oldest are forgotten; late messages
+about those are ignored."""
 
 
 class NodeSaves:
     """The saves of one node, by job and save id.
 
     Args:
-        roots: those that may be written in, with all below them; empty: any.
+        roots: where checkpoints may be written, with all folders below; empty: anywhere.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class NodeSaves:
         self.participations: dict[SaveKey, Participation] = {}
         self.coordinations: dict[SaveKey, Coordination] = {}
         self.ended: dict[tuple[bool, SaveKey], None] = {}
-        """Ended saves, oldest first, as (is a participation, key)."""
+        """The ended saves, oldest first, as (whether it is a participation, key)."""
 
     # --- beginning
 
     def why_not(self, job: Job, save: SaveRef) -> Cause | None:
-        """Why this save cannot begin here now; None if it can."""
+        """Return why this save cannot begin here now; None if it can."""
         here = self.node_id
         if self.halting.is_draining:
             return Cause("daemon-lost", f"node {here} is shutting down", "", here)
@@ -81,13 +81,13 @@ class NodeSaves:
     def take_part(
         self, job: Job, save: SaveRef, now_ns: int, *, is_recalled: bool = False
     ) -> tuple[Participation, list[Command]]:
-        """Begin this node's part in a save. It fails at once if a rank is gone for good."""
+        """Begin this node's part in a save. The save fails at once if a rank is gone for good."""
         role = Participation(job, save, self.node_id, now_ns, is_recalled=is_recalled)
         self.participations[role.key] = role
         return role, [*role.open(), *self._miss_lost_ranks(role, now_ns)]
 
     def note(self, job: Job, save: SaveRef, now_ns: int) -> Participation:
-        """Keep a save whose outcome has come before any local rank has spoken of it."""
+        """Keep a save whose outcome is known before any local rank has called it."""
         role = Participation(job, save, self.node_id, now_ns)
         self.participations[role.key] = role
         return role
@@ -95,8 +95,8 @@ class NodeSaves:
     def coordinate(
         self, job: Job, save: SaveRef, now_ns: int
     ) -> tuple[Coordination, list[Command]] | None:
-        """Begin the coordinator's part in a save; None if it may not be written where it wants to
-        be, or too many are in flight.
+        """Begin the coordinator's part in a save. None: it may not be written in its place, or too
+        many saves are in flight.
         """
         if (
             why_not_there(save, self.node_id, self.roots) is not None
@@ -107,7 +107,7 @@ class NodeSaves:
         self.coordinations[role.key] = role
         return role, role.open()
 
-    # --- what concerns a save
+    # --- events of a save
 
     def rank_said(
         self,
@@ -119,10 +119,10 @@ class NodeSaves:
         session: int = NO_SESSION,
         is_recalled: bool = False,
     ) -> list[Command]:
-        """Take what a local rank says about a save, or what its arena says for it.
+        """Take a local rank's message about a save, or what its arena shows in its stead.
 
         Args:
-            session: where the rank hears of a refusal.
+            session: to which a refusal is sent.
             is_recalled: the arena was staged in an earlier life of this daemon.
         """
         if isinstance(message, Staged):
@@ -134,7 +134,7 @@ class NodeSaves:
             if refusal is not None:
                 return [
                     refused_save(session, message.save, refusal),
-                    # The other nodes need not wait for this one until the deadline.
+                    # So that the other nodes do not wait for this one until the deadline.
                     Send(node=job.coordinator, message=Fail(save=message.save, cause=refusal)),
                 ]
             role, commands = self.take_part(job, message.save, now_ns, is_recalled=is_recalled)
@@ -142,7 +142,7 @@ class NodeSaves:
         return commands + self.after(role)
 
     def handle(self, event: SaveEvent, now_ns: int) -> list[Command]:
-        """Hand the completion of a command to the roles that it concerns."""
+        """Hand the completion of a command to the roles that gave it."""
         key = (event.save.job, event.save.save_id)
         commands: list[Command] = []
         participation = self.participations.get(key)
@@ -158,7 +158,7 @@ class NodeSaves:
     def timer_fired(
         self, kind: TimerKind, key: SaveKey, heard_at_ns: dict[str, int], now_ns: int
     ) -> list[Command]:
-        """A timer of a save ran out.
+        """Tell a role that its timer has run out.
 
         Args:
             heard_at_ns: when each peer was heard last.
@@ -183,8 +183,8 @@ class NodeSaves:
         return commands + self.after(coordination)
 
     def supersede(self, job: Job, attempt: int, now_ns: int) -> list[Command]:
-        """Fail the saves of an attempt that not all local ranks have staged: a newer attempt has
-        begun, so they never will.
+        """Fail the saves of an attempt that some local ranks have not staged. They never will:
+        a newer attempt has begun.
         """
         commands: list[Command] = []
         for role in [*self.participations.values()]:
@@ -199,7 +199,7 @@ class NodeSaves:
         return commands
 
     def miss_ranks(self, job: Job, now_ns: int) -> list[Command]:
-        """Fail the saves of a job that a rank has not staged which is gone for good."""
+        """Fail the saves of a job that wait for a rank which is gone for good."""
         commands: list[Command] = []
         for role in [*self.participations.values()]:
             if role.job is job and not role.has_ended:
@@ -221,10 +221,10 @@ class NodeSaves:
                 return role.cannot(cause, now_ns)
         return []
 
-    # --- what follows
+    # --- the end of a save
 
     def after(self, role: Participation | Coordination) -> list[Command]:
-        """Return what follows from a role's move: once for its end, and for its job."""
+        """Return what follows from a role's move: for its end, once, and for its job."""
         is_new_end = role.has_ended and self._remember_end(role)
         if isinstance(role, Participation):
             commands: list[Command] = []
@@ -236,7 +236,10 @@ class NodeSaves:
         return self.settle(role.job) + _removals(role)
 
     def _remember_end(self, role: Role) -> bool:
-        """Keep an ended save for late messages; say whether its end is new. Forget the oldest."""
+        """Keep an ended save for late messages, and forget the oldest one.
+
+        Return False for a save whose end is known already.
+        """
         ended = (isinstance(role, Participation), role.key)
         if ended in self.ended:
             return False
@@ -248,7 +251,7 @@ class NodeSaves:
             if not is_participation:
                 self.coordinations.pop(key, None)
             elif self.participations[key].is_pending:
-                # A writer still holds its image: keep it until that ends, and try the next one.
+                # A writer still reads its image: keep it, and try the next one.
                 self.ended[oldest] = None
             else:
                 del self.participations[key]
@@ -288,13 +291,13 @@ class NodeSaves:
         ]
 
     def settle(self, job: Job) -> list[Command]:
-        """Let ranks leave and free shared memory, if no save of the job is pending any more."""
+        """Let ranks leave and free shared memory, unless a save of the job is pending."""
         if self.has_pending(job):
             return []
         return self.roster.release_leaving(job) + self.release_arenas(job)
 
     def release_arenas(self, job: Job) -> list[Command]:
-        """Free the shared memory of lost ranks, if no save of the job is pending any more."""
+        """Free the shared memory of lost ranks, unless a save of the job is pending."""
         if self.has_pending(job):
             return []
         may_sweep = not self.roster.is_newest(job) and not self.has_earlier_pending(job.job)
@@ -303,13 +306,13 @@ class NodeSaves:
     # --- what is pending
 
     def has_pending(self, job: Job) -> bool:
-        """Whether this node still has to do something for a save of this attempt."""
+        """Whether a save of this attempt, or one of its writers, goes on."""
         return any(
             role.job is job and role.is_pending for role in self.participations.values()
         ) or any(role.job is job and not role.has_ended for role in self.coordinations.values())
 
     def has_earlier_pending(self, name: str) -> bool:
-        """Whether this node still has to do something for a save of an earlier attempt."""
+        """Whether a save of an earlier attempt, or one of its writers, goes on."""
         newest = self.roster.jobs.get(name)
         return any(
             role.job.job == name and role.job is not newest and role.is_pending
@@ -318,28 +321,28 @@ class NodeSaves:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no save is in flight, no writer is at work, and no aborted directory is kept."""
+        """Whether no save or writer goes on, and no aborted directory is kept for the peers."""
         return not any(
             role.is_pending or role.phase is Phase.SHOWING for role in self.participations.values()
         ) and all(role.has_ended for role in self.coordinations.values())
 
 
 def refused_save(session: int, save: SaveRef, cause: Cause) -> Reply:
-    """Tell a rank that a save of which nothing is kept has failed."""
+    """Tell a rank that its save was refused: nothing is kept of it."""
     concluded = Concluded(save_id=save.save_id, outcome=Ending.FAILED, cause=cause)
     return Reply(session=session, message=concluded)
 
 
 def _removals(role: Coordination) -> list[Command]:
-    """Return what a coordinator removes once a save has ended."""
+    """Return the commands that remove what is not needed after a save has ended."""
     save, job = role.save, role.job
     commands: list[Command] = []
     is_full = role.failure is not None and role.failure.cause.code == "no-space"
     if is_full and job.keep != Keep():
-        # What no rule keeps may be what fills the file system.
+        # Checkpoints that no rule keeps may be what fills the file system.
         commands.append(Retain(job=job.job, root=job.root, keep=job.keep))
     if role.outcome is Ending.COMMITTED:
-        # A checkpoint that this one replaced is still under `.partial`.
+        # The checkpoint that this one replaced is still under `.partial`.
         commands.append(Discard(save=save, root=job.root))
         if job.keep != Keep():
             commands.append(Retain(job=job.job, root=job.root, keep=job.keep))

@@ -1,4 +1,4 @@
-"""What trainers say and do: they join a job, speak of saves, are told to go, leave, or are lost."""
+"""Messages of trainers: they join a job, report to saves, are preempted, leave, or are lost."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from milepostd.core.roster import Roster, sweep
 from milepostd.core.saves import NodeSaves, refused_save
 
 JOBS_MAX: Final = 64
-"""Jobs one node serves: many more than a host runs, few enough that a leak shows."""
+"""Most jobs that one node serves: many more than a host runs, and few enough that a leak shows."""
 
 
 class Sessions:
-    """The trainers of one node.
+    """The trainers of one node. Keeps nothing of its own.
 
     Args:
-        roots: those that jobs may use, with all below them; empty: any.
+        roots: where checkpoints may be written, with all folders below; empty: anywhere.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Sessions:
     # --- joining
 
     def joined(self, event: RankJoined, now_ns: int) -> list[Command]:
-        """A session asks for its place in a job."""
+        """Let a session join a job as one of its ranks, or refuse it."""
         join = event.message
         if event.session not in self.roster.open_sessions:
             return []
@@ -79,7 +79,7 @@ class Sessions:
         return commands + self.peers.replay(join.job, now_ns)
 
     def _begin(self, join: Join, previous: Job | None, now_ns: int) -> tuple[Job, list[Command]]:
-        """Begin a new attempt of a job."""
+        """Begin a new attempt of a job, in place of the previous one."""
         commands: list[Command] = []
         if previous is not None:
             commands += self.saves.supersede(previous, join.attempt, now_ns)
@@ -95,7 +95,7 @@ class Sessions:
         return job, commands
 
     def why_not(self, join: Join) -> Cause | None:
-        """Why no rank can join the job now; None if one can."""
+        """Return why a rank cannot join the job now; None if it can."""
         here, known = self.node_id, self.roster.jobs.get(join.job)
         if self.halting.is_draining:
             return Cause("daemon-lost", f"node {here} is shutting down", "", here, join.rank)
@@ -105,10 +105,10 @@ class Sessions:
         return cause
 
     def _why_not_again(self, session: int, join: Join) -> Cause | None:
-        """Why a session that has joined cannot join here; asking twice is harmless."""
+        """Return why a session that has joined already cannot join so; None if it can."""
         held = self.roster.joined.get(session)
         if held is None or (held.job.job == join.job and held.rank == join.rank):
-            # The same rank again: a repetition, or a further attempt of one process.
+            # The rank repeats itself, or its process begins another attempt.
             return None
         return Cause(
             "protocol",
@@ -119,8 +119,8 @@ class Sessions:
         )
 
     def _has_room(self) -> bool:
-        """Whether there is room for another job. Forgets one that nobody is connected to and that
-        has nothing pending, if that is needed.
+        """Make room for another job, and return whether there is any. If need be, forget a job that
+        has no ranks here and nothing pending.
         """
         jobs = self.roster.jobs
         if len(jobs) < JOBS_MAX:
@@ -137,7 +137,7 @@ class Sessions:
     # --- having joined
 
     def said(self, event: RankSaid, now_ns: int) -> list[Command]:
-        """A rank says something about a save."""
+        """Take a rank's message about a save."""
         joined = self.roster.joined.get(event.session)
         if joined is None:
             return []
@@ -155,14 +155,14 @@ class Sessions:
         return self.saves.rank_said(job, rank, message, now_ns, session=event.session)
 
     def signalled(self, event: RankSignalled, now_ns: int) -> list[Command]:
-        """A rank was told to go, or says how often it has asked whether anybody was."""
+        """Take a rank's message about preemption."""
         joined = self.roster.joined.get(event.session)
         if joined is None:
             return []
         return self.preemptions.signalled(joined.job, joined.rank, event.message, now_ns)
 
     def left(self, event: RankLeft, now_ns: int) -> list[Command]:
-        """A rank says goodbye; it is answered when nothing of its job is pending."""
+        """Let a rank leave. It is answered when nothing of its job is pending."""
         joined = self.roster.joined.get(event.session)
         if joined is None:
             return [Reply(session=event.session, message=Left())]
@@ -171,7 +171,7 @@ class Sessions:
         return self.saves.miss_ranks(joined.job, now_ns) + self.saves.settle(joined.job)
 
     def lost(self, event: SessionLost, now_ns: int) -> list[Command]:
-        """A trainer's process is gone: what its arenas hold completely is its last word."""
+        """Count a rank as lost. What its arenas hold completely counts as staged."""
         self.roster.open_sessions.discard(event.session)
         joined = self.roster.joined.pop(event.session, None)
         if joined is None:

@@ -1,7 +1,7 @@
-"""Node -> status: the one picture that the command line, the page, `/status` and the log show.
+"""The status of a node, which the command line, the page and `/status` show.
 
-Pure: reads a node, changes nothing. Plain data, ready for JSON; `docs/operations.md` describes it.
-Version 1.
+Reads a node and changes nothing. The status is plain data, ready for JSON; `docs/operations.md`
+describes version 1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from milepostd.core.coordination import Coordination
 from milepostd.core.job import Job, LastFailed
 from milepostd.core.node import Node
 from milepostd.core.participation import Participation
-from milepostd.core.role import SECOND_NS
+from milepostd.core.timers import SECOND_NS
 
 STATUS_VERSION: Final = 1
 

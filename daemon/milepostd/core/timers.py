@@ -1,7 +1,7 @@
-"""Names of the timers that the core sets: a kind, and the job or the save that it is for.
+"""The core's clock: instants in nanoseconds, and the names of timers.
 
-The name alone travels (`SetTimer`, `ClearTimer`, `TimerFired`), so that a timer is set, moved and
-cleared by whoever knows its save.
+A timer is only a name (in `SetTimer`, `ClearTimer` and `TimerFired`), made of its kind and of the
+job or the save that it belongs to. To set a timer again under the same name moves it.
 """
 
 from __future__ import annotations
@@ -9,45 +9,52 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
+SECOND_NS: Final = 1_000_000_000
+
 
 class TimerKind(StrEnum):
-    """What a timer is for."""
+    """What happens when the timer runs out."""
 
     DEADLINE = "participant.deadline"
-    """A participant waits no longer."""
+    """A save's participant stops waiting."""
     RESEND = "participant.resend"
-    """A participant says again what may have been lost."""
+    """A save's participant repeats its last message, which may have been lost."""
     VERDICT = "coordinator.deadline"
-    """The coordinator waits no longer."""
+    """A save's coordinator stops waiting."""
     ASK = "coordinator.ask"
-    """The coordinator asks the nodes that say nothing."""
+    """A save's coordinator asks the nodes that are silent."""
     PREEMPTION = "preemption"
-    """Of a job: a word about its preemption may have been lost."""
+    """A job's preemption repeats its messages, which may have been lost."""
     RECALL = "recall"
-    """Of a job: trainers from before the daemon's restart have not come back."""
+    """A job's trainers that did not come back after a restart of the daemon count as dead."""
     LINGER = "linger"
-    """An embedded daemon that nobody uses ends."""
+    """An embedded daemon that no trainer uses ends."""
 
 
 _KINDS: Final = {str(kind): kind for kind in TimerKind}
 
 
+def later(at_ns: int, seconds: float) -> int:
+    """Return the instant that many seconds after this one."""
+    return at_ns + int(seconds * SECOND_NS)
+
+
 def timer_name(kind: TimerKind, job: str = "", save_id: str = "") -> str:
-    """Name the timer of a save, of a job, or of the node."""
+    """Return the name of a timer: a save's, a job's, or, with neither, the node's."""
     return f"{kind}/{job}/{save_id}" if save_id else f"{kind}/{job}"
 
 
 def timer_kind(name: str) -> TimerKind | None:
-    """Return the kind of a timer; None for a name that is none."""
+    """Return the kind of a timer; None if no timer has such a name."""
     return _KINDS.get(name.partition("/")[0])
 
 
 def job_of_timer(name: str) -> str:
-    """Return the job that a job's timer is for."""
+    """Return the job that a job's timer belongs to."""
     return name.partition("/")[2]
 
 
 def save_of_timer(name: str) -> tuple[str, str]:
-    """Return the job and the save id that a save's timer is for."""
+    """Return the job and the save id that a save's timer belongs to."""
     job, _, save_id = job_of_timer(name).rpartition("/")
     return job, save_id

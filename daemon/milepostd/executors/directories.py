@@ -12,11 +12,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from milepost.storage.fate import Fate
 from milepost.storage.homes import Home, home_of
 from milepost.storage.root import Root
 from milepost.wire.messages import Cause, SaveRef
 from milepostd.core.commands import Discard, GiveUp, Publish, Retain
-from milepostd.core.events import Discarded, Fate, OutcomeFound, Published, Retained
+from milepostd.core.events import Discarded, OutcomeFound, Published, Retained
 from milepostd.executors.failures import cause_of, retried
 from milepostd.executors.latest import Latest
 from milepostd.ops.faults import FaultPoints

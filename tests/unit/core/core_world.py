@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import NamedTuple, TypeAlias
 
+from milepost.storage.fate import Fate
 from milepost.wire.messages import (
     AbortWanted,
     Cause,
@@ -57,7 +58,6 @@ from milepostd.core.commands import (
 from milepostd.core.events import (
     AnyEvent,
     Discarded,
-    Fate,
     FileDurable,
     FileFailed,
     FragmentDurable,
@@ -84,7 +84,7 @@ from milepostd.core.events import (
 from milepostd.core.invariants import broken_invariants
 from milepostd.core.node import Node, NodeSettings
 from milepostd.core.participation import Participation
-from milepostd.core.role import SECOND_NS
+from milepostd.core.timers import SECOND_NS
 
 Network: TypeAlias = Callable[[str, str, PeerMessage], Sequence[float]]
 """From, to, message -> after how many seconds it arrives, once for each; none: it is lost."""

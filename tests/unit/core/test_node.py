@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.core.core_world import NO_SPACE, World, save_ref
 
+from milepost.storage.fate import Fate
 from milepost.wire.messages import (
     AbortWanted,
     Cause,
@@ -60,7 +61,6 @@ from milepostd.core.events import (
     AnyEvent,
     BytesWritten,
     Discarded,
-    Fate,
     FileDurable,
     FileFailed,
     FragmentDurable,
@@ -87,9 +87,9 @@ from milepostd.core.events import (
 from milepostd.core.invariants import broken_invariants
 from milepostd.core.job import NO_ORDER, save_order
 from milepostd.core.node import Node, NodeSettings
-from milepostd.core.role import SECOND_NS
 from milepostd.core.sessions import JOBS_MAX
 from milepostd.core.status import status_of
+from milepostd.core.timers import SECOND_NS
 
 SAVE = save_ref(1)
 KEY = (SAVE.job, SAVE.save_id)
