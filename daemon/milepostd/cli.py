@@ -1,7 +1,7 @@
-"""The `milepostd` command: reads settings, starts the runtime, turns the outcome into an exit code.
+"""The `milepostd` command: reads the settings, starts the runtime, returns an exit code.
 
-Imports as little as possible before the settings are known to be right, and never torch: a trainer
-may wait for an embedded daemon.
+Imports as little as possible before the settings are checked, and never torch: a trainer may be
+waiting for an embedded daemon.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def _show_version(wanted: bool) -> None:
 
 
 def check_directories(settings: Settings) -> None:
-    """Make the run directory; warn of roots that are missing, since a daemon may start before
-    their file system is mounted.
+    """Make the run directory. Warn of missing roots only, since a daemon may start before their
+    file system is mounted.
 
-    Raises UsageError: the run directory cannot be made or written to, or a root is a file.
+    Raises UsageError if the run directory cannot be made or written to, or if a root is a file.
     """
     run_dir = settings.run_dir
     reason = make_run_dir(run_dir)
@@ -148,7 +148,7 @@ def milepostd(
         cpus=settings.cpus,
         is_embedded=settings.embedded,
     )
-    # Before the long imports: they are not to be paid by a rank that trains on this core.
+    # Before the long imports, so that they do not slow down a rank that trains on this core.
     placement.settle()
 
     from milepostd.runtime import run_daemon
@@ -157,7 +157,7 @@ def milepostd(
 
 
 def main() -> None:
-    """Console script. Exit 0 after a clean end, 2 if it was called or set up wrongly, else 1."""
+    """Console script. Exit 0 after a clean end, 2 after a usage error, else 1."""
     try:
         app()
     except MilepostError as error:

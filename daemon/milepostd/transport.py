@@ -1,5 +1,4 @@
-"""ZeroMQ: the only file of the daemon that knows sockets. Frames in and out; what they mean is
-decided elsewhere.
+"""The daemon's ZeroMQ sockets: messages in and out. What they mean is decided elsewhere.
 
 ```
 trainer DEALER --- ipc://<run-dir>/milepostd.sock ---> ROUTER  sessions
@@ -7,10 +6,10 @@ peer    DEALER --- tcp://<peer address>, CURVE -----> ROUTER  what other nodes s
 here    DEALER --- tcp://<their address>, CURVE ----> one per peer: what this node says
 ```
 
-All sockets belong to the event loop's thread. LINGER is finite, so that a last word gets out and
-nothing hangs on an unreachable peer; high-water marks and message sizes are always set. The peer
-socket admits only CURVE keys of nodes that a job of this node has named. Sources: ZMTP, ZAP (RFC
-27), CurveZMQ (RFC 26).
+All sockets belong to the event loop's thread. LINGER is finite, so that last messages get out and
+nothing hangs on an unreachable peer. High-water marks and message sizes are always set. Only nodes
+that a job of this node has named are heard, known by their CURVE keys. Sources: ZMTP, ZAP (RFC 27),
+CurveZMQ (RFC 26).
 """
 
 from __future__ import annotations
@@ -51,28 +50,26 @@ log = logging.getLogger(__name__)
 
 EARLY_MESSAGES_MAX: Final = 256
 EARLY_BYTES_MAX: Final = 64 << 20
-"""What is kept of nodes that no local trainer has named yet: the offers of one large node, or the
-first words of many."""
+"""How much is kept of what nodes say that no local trainer has named yet: enough for the offers of
+one large node, or for the first messages of many."""
 
 REACH_S: Final = 4.0
-"""How long a peer's address may take to be resolved and to answer a connection before a line says
-that it does not."""
+"""If a peer's address does not resolve and answer a connection within this time, that is logged."""
 
 LINGER_MS: Final = 500
-"""How long a closing socket may still try to deliver."""
+"""How long a closed socket may still try to deliver."""
 
 QUEUE_MESSAGES_MAX: Final = 1_000
-"""High-water mark of each socket: far above what the saves in flight can need, low enough to bound
+"""High-water mark of each socket: far above what saves in flight need, low enough to bound
 memory."""
 
 
 class _Admission:
     """Which nodes may talk to this one, by their CURVE keys.
 
-    Every key is let through the handshake and its messages are judged one by one, because a refused
-    handshake ends a peer's connection for good, and a peer may well be ahead of the local trainer
-    that names it. What comes too early is kept for a while, within bounds, and judged when its key
-    becomes known.
+    Every key passes the handshake, and each message is judged by its key. To refuse the handshake
+    would end a peer's connection for good, and a peer may well speak before the local trainer has
+    named it. Messages that come too early are kept, within bounds, until their key is known.
     """
 
     def __init__(self) -> None:
@@ -81,7 +78,7 @@ class _Admission:
         self._early_bytes = 0
 
     def admit(self, node: NodeRef) -> list[PeerEnvelope]:
-        """Let a node in; return what it has said already."""
+        """Let a node in; return the messages it has sent already."""
         self._node_of_key[node.public_key] = node.node_id
         mine = [envelope for key, envelope, _ in self._early if key == node.public_key]
         kept = [entry for entry in self._early if entry[0] != node.public_key]
@@ -90,7 +87,7 @@ class _Admission:
         return [envelope for envelope in mine if envelope.node_id == node.node_id]
 
     def judge(self, key: str, envelope: PeerEnvelope, size: int) -> bool:
-        """Say whether to take a message now; it is kept for later if its key is not known yet."""
+        """Return whether to take a message now. It is kept if its key is not known yet."""
         known = self._node_of_key.get(key)
         if known is not None:
             return known == envelope.node_id
@@ -108,7 +105,7 @@ class Transport:
         self.identity = identity
         self.incarnation = incarnation
         self.address = ""
-        """What other nodes are told to connect to; set by `open`."""
+        """Address that other nodes are told to connect to; set by `open`."""
         self._socket_path = socket_path(run_dir)
         self._context = zmq.asyncio.Context()
         self._admission = _Admission()
@@ -121,8 +118,8 @@ class Transport:
     # --- opening and closing
 
     def open(self, peer: str, advertise: str) -> None:
-        """Bind both sockets. The run directory's lock must be held: a stale socket file is
-        replaced.
+        """Bind both sockets, and replace a socket file that an earlier daemon left. The caller must
+        hold the run directory's lock.
 
         Raises UsageError if an address cannot be bound or the socket's path is too long.
         """
@@ -153,7 +150,7 @@ class Transport:
 
         self._authenticator = zmq.auth.asyncio.AsyncioAuthenticator(self._context)
         self._authenticator.start()
-        # The handshake proves that a peer holds its key; whose key it is, `_Admission` judges.
+        # The handshake proves that a peer holds its key; `_Admission` knows whose key it is.
         self._authenticator.configure_curve(domain="*", location=zmq.auth.CURVE_ALLOW_ANY)
         inbox = self._make_socket(zmq.ROUTER)
         inbox.curve_server = True
@@ -166,14 +163,15 @@ class Transport:
             self.address = self.address[: -len("0")] + bound.rpartition(":")[2]
 
     def _bind_peer(self, inbox: zmq.asyncio.Socket, peer: str) -> str:
-        """Bind the peer socket; with port 0 the port of the last start is tried first."""
+        """Bind the peer socket and return its address. With port 0 try the port of the last start
+        first.
+        """
         if peer.endswith(":0") and self.identity.port:
             with contextlib.suppress(zmq.ZMQError):
                 inbox.bind(f"{peer[:-2]}:{self.identity.port}")
                 return inbox.getsockopt_string(zmq.LAST_ENDPOINT)
         try:
-            # With port 0 the system picks one and the socket keeps it: nobody can take it in
-            # between.
+            # With port 0 the system picks a free port and binds it in one step.
             inbox.bind(peer)
         except zmq.ZMQError as error:
             raise UsageError(
@@ -197,7 +195,7 @@ class Transport:
         return made
 
     def close(self) -> None:
-        """Close all sockets; what is queued has LINGER_MS to get out."""
+        """Close all sockets. Queued messages have LINGER_MS to get out."""
         for task in self._reaching:
             task.cancel()
         for _, peer in self._peers.values():
@@ -215,7 +213,7 @@ class Transport:
     # --- trainers
 
     async def serve_sessions(self, take: Callable[[bytes, ClientMessage], Awaitable[None]]) -> None:
-        """Hand each message of a trainer to `take`, with the connection's routing id; runs until
+        """Give each message of a trainer to `take`, with the connection's routing id. Runs until
         cancelled.
         """
         assert self._sessions is not None
@@ -233,19 +231,19 @@ class Transport:
             await take(frames[0], message)
 
     def reply(self, route: bytes, message: DaemonMessage) -> None:
-        """Queue a message to a trainer; one that is gone is no error."""
+        """Queue a message to a trainer. It is no error if the trainer is gone."""
         assert self._sessions is not None
-        # EHOSTUNREACH: the trainer went away; EAGAIN: it stopped reading 10,000 messages ago.
+        # EHOSTUNREACH: the trainer went away. EAGAIN: it has not read its messages for long.
         _post(self._sessions, [route, encode(message)])
 
     # --- peers
 
     def meet(self, nodes: tuple[NodeRef, ...]) -> list[PeerEnvelope]:
-        """Let these nodes talk to this one; return what they have said already."""
+        """Let these nodes talk to this one; return the messages they have sent already."""
         return [envelope for node in nodes for envelope in self._admission.admit(node)]
 
     async def serve_peers(self, take: Callable[[PeerEnvelope], Awaitable[None]]) -> None:
-        """Hand each message of another node to `take`; runs until cancelled."""
+        """Give each message of another node to `take`. Runs until cancelled."""
         assert self._inbox is not None
         while True:
             frames = await self._inbox.recv_multipart(copy=False)
@@ -288,10 +286,10 @@ class Transport:
 
 
 async def _tell_if_unreached(node: NodeRef) -> None:
-    """Say so if a peer's address leads nowhere, with the reason: ZeroMQ tries for ever, in silence.
+    """Log why a peer's address cannot be reached: ZeroMQ itself tries for ever, in silence.
 
-    One connection of its own, closed at once. The socket goes on trying; so a peer that only starts
-    late costs no more than the line.
+    This opens a connection of its own and closes it at once. ZeroMQ goes on trying, so for a peer
+    that only starts late the line is all that happens.
     """
     host, _, port = node.address.removeprefix("tcp://").rpartition(":")
     try:
@@ -309,9 +307,9 @@ async def _tell_if_unreached(node: NodeRef) -> None:
 
 
 def _post(target: zmq.asyncio.Socket, frames: list[bytes]) -> None:
-    """Queue frames now or not at all; a peer that is gone or full loses them."""
-    # Without blocking pyzmq tries at once and returns a finished future, whose error is looked at
-    # here so that the loop does not report it as forgotten.
+    """Queue frames, or drop them if the peer is gone or its queue is full."""
+    # With NOBLOCK pyzmq sends at once and returns a finished future. Its exception is read here, or
+    # the loop would report it as never retrieved.
     sent = asyncio.ensure_future(target.send_multipart(frames, zmq.NOBLOCK))
     if sent.done() and not sent.cancelled() and sent.exception() is not None:
         log.debug("message.unsent", extra={"fields": {"cause": str(sent.exception())}})

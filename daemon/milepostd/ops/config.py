@@ -31,113 +31,116 @@ HTTP_ADDRESS: Final = "127.0.0.1:9470"
 """What `http = "auto"` tries."""
 
 _SERVICE_LINK: Final = re.compile(r"MILEPOSTD_(SERVICE_|PORT(_|$))")
-"""Kubernetes puts these into every container when a Service is called `milepostd`; they are not
-ours."""
+"""Kubernetes sets these variables in every container if a Service is called `milepostd`. They are
+no settings."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a daemon runs. Made by `load_settings`; never changes while the daemon lives."""
+    """How a daemon runs. Made by `load_settings`, and fixed as long as the daemon runs."""
 
     run_dir: Path = Path()
-    """Directory of the local socket, the node's key pair and its lock; made with mode 0700. Two run
-    directories on one host are two nodes. Empty:
-    `$XDG_RUNTIME_DIR/milepost`, else `/tmp/milepost-<uid>`. Short, because a socket's path has to
-    fit into 107 bytes."""
+    """Directory of the local socket, the node's key pair and its lock. It is made with mode 0700.
+    Two run directories on one host are two nodes. Empty: `$XDG_RUNTIME_DIR/milepost`, else
+    `/tmp/milepost-<uid>`. Keep it short, because a socket's path may have 107 bytes at most."""
 
     roots: tuple[Path, ...] = ()
-    """Directories under which trainers may have checkpoints written; everything else is refused
-    with `root-refused`. In the environment separated by `:`, as a flag given several times. At
-    least one, unless the daemon is embedded, where the trainer that started it names any."""
+    """Directories under which trainers may save; any other root is refused with `root-refused`. In
+    the environment separate them by `:`, on the command line repeat the flag. At least one is
+    needed, unless the daemon is embedded: then trainers may name any root."""
 
     peer: Annotated[str, msgspec.Meta(pattern=TCP_ADDRESS)] = "tcp://127.0.0.1:0"
-    """Where the daemon listens for the daemons of other nodes. Port 0 takes a free port and tells
-    it to the trainers, so nothing has to be agreed upon. Loopback by default, because a daemon that
-    other hosts can reach should be a decision."""
+    """Address where the daemon listens for the daemons of other nodes. With port 0 it takes a free
+    port and tells it to the trainers, so nobody has to choose one. The default is loopback: that
+    other hosts can reach the daemon should be your decision."""
 
     advertise: Annotated[str, msgspec.Meta(pattern=TCP_ADDRESS)] = ""
-    """What other daemons are told to connect to; empty: the same as `peer`. Needed where `peer` is
-    a wildcard such as `tcp://0.0.0.0:9471`, or behind address translation. Port 0 here stands for
-    the port that `peer` got."""
+    """Address that other daemons are told to connect to. Empty: the same as `peer`. Needed if
+    `peer` is a wildcard such as `tcp://0.0.0.0:9471`, or behind address translation. Port 0 stands
+    for the port that `peer` got."""
 
     http: str = "auto"
     """Address of the status page, `/status`, `/events`, `/metrics` and the probes, as `host:port`.
-    `auto`: 127.0.0.1:9470, without it if that port is taken (a second daemon on the host), and off
-    if embedded. Empty: off. An address that is given and taken is an error."""
+    `auto`: 127.0.0.1:9470; if that port is taken (by a second daemon on the host), or if the daemon
+    is embedded, off. Empty: off. If you give an address and it is taken, the daemon does not
+    start."""
 
     http_token: str = ""
-    """What a request has to bring as `Authorization: Bearer <token>` (the page also takes
-    `/?token=`). Required for any address beyond loopback: status names paths, hosts and jobs. Not a
-    flag, because flags can be read by every user of the host. At least 16 characters; the probes
-    need none."""
+    """Token that requests must carry, as `Authorization: Bearer <token>`; the page also takes
+    `/?token=`, and the probes need none. Required for any address beyond loopback, because the
+    status names paths, hosts and jobs. At least 16 characters. There is no flag for it, because
+    every user of the host can read flags."""
 
     log_format: Literal["auto", "json", "text"] = "auto"
-    """`json`: a JSON object a line; `text`: for people; `auto`: text on a terminal, else json."""
+    """`json`: each line is a JSON object; `text`: for people; `auto`: text on a terminal, else
+    json."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe level that is logged. `debug` is a line for each message."""
+    """The least severe level that is logged. `debug` logs a line for each message."""
 
     embedded: bool = False
-    """The daemon was started by a trainer for itself: it takes any root, serves no HTTP unless
-    asked, and ends `linger_s` after its last trainer left and nothing is pending."""
+    """Whether a trainer started the daemon for itself. Then the daemon accepts any root, serves no
+    HTTP unless told to, and ends once no trainer is left and nothing is pending for `linger_s`."""
 
     linger_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 10.0
     """How long an embedded daemon stays when nothing is pending, in seconds. Long enough for a
-    launcher to restart its trainers, which then find their arenas served."""
+    launcher to restart the trainers, which then find the daemon and their arenas."""
 
     drain_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 600.0
-    """After SIGTERM: how long saves in flight may take to end, in seconds; then, or at a second
-    SIGTERM, the daemon stops at once. Equal to the default deadline of a save. What supervises the
-    daemon has to wait longer (`TimeoutStopSec`, `terminationGracePeriodSeconds`)."""
+    """How long saves in flight may take to end after SIGTERM, in seconds. After that, or at a
+    second SIGTERM, the daemon stops at once. The default is the default deadline of a save. The
+    supervisor has to wait longer than this (`TimeoutStopSec`, `terminationGracePeriodSeconds`)."""
 
     writer_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
-    """Images written at the same time. Two keep one disk busy while the other one computes
-    checksums; more helps on parallel file systems only."""
+    """How many images are written at the same time. With two, one keeps the disk busy while the
+    other computes checksums. More help only on parallel file systems."""
 
     write_mbps: Annotated[float, msgspec.Meta(ge=0, le=1_000_000)] = 0.0
-    """Most that the node writes of its images, in MB/s (1,000,000 bytes), all writer threads
-    together; 0: no limit. For storage that others share. A save that cannot meet its deadline at
-    this speed fails as soon as that is certain, with the numbers. So stay well above what a node
-    writes of one checkpoint, divided by the deadline (600 s unless the trainers ask for another)
-    and, since the limit also holds while the daemon drains, by `drain_s`."""
+    """Limit on how fast the node writes images, in MB/s (1,000,000 bytes), all writer threads
+    together. 0: no limit. Use it where others share the storage. A save that cannot meet its
+    deadline at this speed fails as soon as that is certain, with the numbers. So stay well above
+    the bytes that a node writes for one checkpoint, divided by the deadline (600 s, unless the
+    trainers ask for another). The limit also holds while the daemon drains: the same goes for
+    `drain_s`."""
 
     nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 10
-    """Niceness of the daemon and its planner, so that training wins every contest for a core. Added
-    to what was inherited. Where the kernel groups tasks by session, that of the daemon's own
-    session is set too."""
+    """Niceness of the daemon and its planner, added to what was inherited: training goes first on
+    every core. Where the kernel groups tasks by session, the daemon's own session gets the same
+    niceness."""
 
     io_class: Literal["best-effort", "idle", "none"] = "best-effort"
-    """Class of the daemon's reads and direct writes, for the disk schedulers that know classes (bfq
-    and mq-deadline; `none` and network file systems do not). `best-effort`, at its lowest level:
-    training's data loaders go first and saves still get on. `idle` waits until nobody else reads or
-    writes, under bfq without end, and then a save misses its deadline: the default is the one that
-    cannot starve. `none`: as it was inherited."""
+    """I/O class of the daemon's reads and direct writes. It has an effect with the disk schedulers
+    bfq and mq-deadline, not with `none` and not on network file systems. `best-effort` is used at
+    its lowest level: training's data loaders go first, and saves still make progress. `idle` waits
+    until nobody else reads or writes; under bfq that may be for ever, and then the save misses its
+    deadline. `none`: as inherited."""
 
     cpus: str = "auto"
-    """Which cores the daemon and its planner use: `auto`, `all` or a list such as `8-11,14`.
-    `auto`: away from the cores that the node's trainers are pinned to, if at least two others are
-    left, without their hyperthread siblings if that still leaves two; else anywhere. Looked at
-    again while trainers come and go. `auto` never leaves the cores that a supervised daemon was
-    started on; an embedded one, and one with `all` or a list, may use whatever its cpuset allows.
-    Name a list where jobs share a host and only an affinity mask, no cpuset, keeps them apart."""
+    """Which cores the daemon and its planner use: `auto`, `all` or a list such as `8-11,14`. With
+    `auto` they keep off the cores that the node's trainers are pinned to, if at least two other
+    cores are left; off the hyperthread siblings of those cores too, if two are left then; else they
+    run on any core. The daemon looks again while trainers come and go. With `auto` a supervised
+    daemon never leaves the cores it was started on. An embedded one, or one with `all` or a list,
+    may use all cores that its cpuset allows. Give a list if jobs share a host and only affinity
+    masks, no cpusets, keep them apart."""
 
     faults: str = ""
     """For tests only: fault points that make the daemon misbehave, as
     `point:action[:argument][@step]`, separated by commas. Refused without `allow_faults`."""
 
     allow_faults: bool = False
-    """For tests only: lets `faults` take effect. A switch of its own, so that a variable left over
-    in an environment cannot harm a daemon that holds data."""
+    """For tests only: lets `faults` take effect. It is a setting of its own, so that a variable
+    left over in an environment cannot harm a daemon that holds data."""
 
     @property
     def http_address(self) -> str:
-        """Where HTTP is to be served, `host:port`; empty: nowhere."""
+        """The `host:port` to serve HTTP on; empty if HTTP is off."""
         if self.http == "auto":
             return "" if self.embedded else HTTP_ADDRESS
         return self.http
 
     @property
     def is_http_required(self) -> bool:
-        """Whether a taken port ends the start."""
+        """Whether the daemon refuses to start if the port is taken."""
         return self.http not in ("", "auto")
 
     @property
@@ -164,7 +167,7 @@ FLAGS: Final[dict[str, str]] = {
     "cpus": "--cpus",
     "allow_faults": "--allow-faults",
 }
-"""Settings that are flags too."""
+"""The flag of each setting that has one."""
 
 HTTP_TOKEN_CHARACTERS_MIN: Final = 16
 
@@ -175,12 +178,12 @@ def load_settings(
     """Merge file < environment < flags over the defaults.
 
     Args:
-        flags: by setting name; None stands for a flag that was not given.
-        environment: variables `MILEPOSTD_<SETTING>` count; others are ignored.
+        flags: values by setting name; None for a flag that was not given.
+        environment: its variables `MILEPOSTD_<SETTING>` are read, others are ignored.
         file: a TOML file with settings at its top level, or None.
 
     Raises:
-        UsageError: naming every fault with its source: unknown names, values of a wrong type or out
+        UsageError: names every fault with its source: unknown names, values of a wrong type or out
             of bounds, settings that contradict each other, a file that cannot be read.
     """
     faults: list[str] = []
@@ -249,7 +252,7 @@ def _decode_path(kind: Any, value: Any) -> Any:
 
 
 def _type_fault(error: msgspec.ValidationError, raw: Any, name: str) -> str:
-    """Say what was expected and what came; a secret is not repeated."""
+    """Return what was expected, and what came unless it is a secret."""
     shown = "" if name == "http_token" else f", got {raw!r}"
     text = str(error)
     if "regex" in text:
@@ -261,7 +264,7 @@ def _type_fault(error: msgspec.ValidationError, raw: Any, name: str) -> str:
 
 
 def _contradictions(settings: Settings, sources: Mapping[str, str]) -> list[str]:
-    """Check what concerns more than one field, or more than a type can say."""
+    """Return what is wrong across fields, or in a way that a type cannot express."""
     faults: list[str] = []
 
     def fault(name: str, text: str) -> None:
