@@ -66,7 +66,7 @@ from milepostd.executors.directories import SaveDirectories
 from milepostd.executors.images import Images
 from milepostd.executors.latest import Latest
 from milepostd.executors.plans import Plans
-from milepostd.executors.table import carry_out, make_table
+from milepostd.executors.table import carry_out, make_executors
 from milepostd.executors.threads import Threads
 from milepostd.executors.throttle import MB, BandwidthLimit
 from milepostd.identity import Identity, load_identity, only_daemon, save_identity
@@ -190,9 +190,9 @@ class Runtime:
             changed=self._keep_away,
             lost=self._session_lost,
         )
-        self._make_executors()
+        self._set_up_executors()
 
-    def _make_executors(self) -> None:
+    def _set_up_executors(self) -> None:
         settings, node_id = self.settings, self.node_ref.node_id
         self.faults = FaultPoints(parse_faults(settings.faults) if settings.faults else ())
         self.limit = BandwidthLimit(settings.write_mbps * MB) if settings.write_mbps else None
@@ -213,7 +213,7 @@ class Runtime:
         self.plans = Plans(self.planner, self.faults, self.counters)
         latest = Latest(self.files.run, self._spawn)
         directories = SaveDirectories(node_id, self.faults, self.files.run, latest)
-        self.table = make_table(self.images, self.plans, directories)
+        self.executors = make_executors(self.images, self.plans, directories)
 
     # --- life
 
@@ -449,7 +449,7 @@ class Runtime:
 
     async def _complete(self, command: SlowCommand) -> None:
         """Carry out a slow command; give the core its one event."""
-        self._post(await carry_out(self.table, command, self.node_ref.node_id))
+        self._post(await carry_out(self.executors, command, self.node_ref.node_id))
 
     def _reply(self, command: Reply) -> None:
         if not self.sessions.reply(command.session, command.message):

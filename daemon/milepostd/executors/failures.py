@@ -1,6 +1,6 @@
-"""What becomes of a failure: tried again, if it may pass, and else told.
+"""Failures of executors: tried again if they may pass, and translated for people.
 
-Nothing here knows which work it is.
+Knows nothing of what was being done.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 RETRY_S_MIN: Final = 0.1
 RETRY_S_MAX: Final = 10.0
-"""First and longest pause before a file operation is tried again: a hiccup of a mount is over in a
-moment, a failover takes some seconds."""
+"""First and longest pause before a file operation is tried again. A mount recovers from a hiccup in
+a moment, from a failover in some seconds."""
 
 
 def cause_of(error: BaseException, *, node: str, rank: int = -1) -> Cause:
-    """Translate what an executor met into what people are told."""
+    """Translate an exception for people. An unexpected one is logged with its trace."""
     if isinstance(error, MilepostError):
         return Cause(error.code, error.message, error.hint, node, rank)
     if isinstance(error, OSError):
@@ -38,7 +38,9 @@ def cause_of(error: BaseException, *, node: str, rank: int = -1) -> Cause:
 
 
 async def retried(work: Callable[[], Awaitable[T]], until_ns: int) -> T:
-    """Try again what failed for a passing reason, until so late by the monotonic clock."""
+    """Return what `work` returns. While storage refuses it for a reason that may pass, try again,
+    until this instant of the monotonic clock.
+    """
     pause_s = RETRY_S_MIN
     while True:
         try:

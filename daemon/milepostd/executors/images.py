@@ -77,7 +77,7 @@ class Images:
         pace = self._paces[key] = Pace(
             self._limit, until_s=command.until_ns / 1e9, on_wait=self._counters.throttled
         )
-        progress = _Progress(save, self._post)
+        progress = _WriteProgress(save, self._post)
 
         def on_bytes(count: int) -> None:
             self._faults.at_blocking("mid-write", save)
@@ -135,7 +135,7 @@ class Images:
         return [*self._paces.values()]
 
 
-class _Progress:
+class _WriteProgress:
     """Tells the core how far a write is. Made on the loop, fed by the writing thread."""
 
     def __init__(self, save: SaveRef, post: Callable[[BytesWritten], None]) -> None:

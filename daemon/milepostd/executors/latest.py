@@ -1,8 +1,8 @@
-"""After a commit: `latest` follows, and what no rule keeps goes.
+"""After a commit: moves `latest`, then removes the checkpoints that no rule keeps.
 
-Owns the tries to move `latest`, and that retention waits for them: until the link is durable, a
-crash of storage may bring back the one before, and the checkpoint it names must still be there.
-One for a daemon; used on the loop only, storage is worked on in threads.
+Retention waits until `latest` has moved. Before the new link is durable, a crash of storage may
+bring back the old one, and the checkpoint that it names must still be there. One object for a
+daemon, used on the loop only; threads do the work on storage.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from milepost.storage.root import Root
 from milepost.wire.messages import Keep, SaveRef
 
 FOLLOW_PAUSES_S: Final = (0.1, 1.0, 10.0, 60.0, 300.0)
-"""How long to wait before each further try to let `latest` name what was committed."""
+"""How long to wait before each further try to move `latest`."""
 
 
 class Latest:
-    """Moves `latest`, again if storage did not let it.
+    """Moves `latest`, and tries again if storage refuses.
 
     Args:
-        in_files: runs work on storage in a thread.
-        spawn: keeps a task until it ends.
+        in_files: runs file work in a thread.
+        spawn: starts a task and keeps it until it ends.
     """
 
     def __init__(
@@ -39,19 +39,20 @@ class Latest:
         self._in_files = in_files
         self._spawn = spawn
         self._removing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By root: one at a time removes, since what another has put aside is not left over."""
+        """By root. Only one removal at a time: it takes what another one has just put aside for
+        left over."""
         self._following: Counter[str] = Counter()
-        """By root, how many commits `latest` has yet to follow."""
+        """By root: how many commits `latest` has not followed yet."""
 
     async def advance(self, home: Home, save: SaveRef) -> None:
-        """Let `latest` name the checkpoint, unless it names a newer one. Raises what storage does;
-        then call `follow_later`. A checkpoint in a place of its own has no `latest`.
+        """Let `latest` name the checkpoint, unless it names a newer one. A checkpoint in a place of
+        its own has no `latest`. If this raises what storage refused, call `follow_later`.
         """
         if isinstance(home, Root):
             await self._in_files(partial(home.advance_latest, save))
 
     def follow_later(self, root: Home, save: SaveRef) -> None:
-        """Try again as soon as storage may allow it; the next commit does, too."""
+        """Try again, a few times, later and later. The next commit tries, too."""
         self._following[str(root.path)] += 1
         self._spawn(self._follow(root, save))
 
@@ -59,15 +60,15 @@ class Latest:
         try:
             for pause_s in FOLLOW_PAUSES_S:
                 await asyncio.sleep(pause_s)
-                with suppress(Exception):  # the first failure has been told
+                with suppress(Exception):  # the first failure is in the log
                     await self.advance(root, save)
                     return
         finally:
             self._following[str(root.path)] -= 1
 
     async def retain(self, root: Root, keep: Keep) -> tuple[str, ...]:
-        """Remove the checkpoints that no rule keeps, and return their names: none while `latest`
-        has yet to follow. Raises what storage does.
+        """Remove the checkpoints that no rule keeps, and return their names. Remove none while
+        `latest` has not followed a commit. Raises what storage refuses.
         """
         if self._following[str(root.path)]:
             return ()
@@ -80,8 +81,8 @@ def _retain(root: Root, keep: Keep) -> tuple[str, ...]:
     root.finish_removals()
     entries = root.checkpoints()
     save_ids = {entry.name: entry.save_id for entry in entries}
-    # One may be long in being deleted, and the next may have found a reader meanwhile, or have been
-    # saved anew.
+    # To delete one may take long. Meanwhile somebody may have begun to read the next, or a save may
+    # have replaced it.
     return tuple(
         name
         for name in removable(root, entries, keep)

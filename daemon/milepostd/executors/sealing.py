@@ -1,9 +1,9 @@
-"""Seals staged images: puts the CRC of each tensor into its container, just ahead of the writer,
-and notes what the manifest has to know.
+"""Seals staged images: puts the CRC of each tensor into its container, just ahead of the writer.
+Collects the checksums for the manifest on the way.
 
-Knows the layout table and the image's bytes; nothing of files, saves or messages. A thread of its
-own, since reading an image costs a tenth or more of the time that writing it does, and the device
-can work meanwhile. The GIL is free while much is read.
+Knows the layout table and the image's bytes, nothing of files, saves or messages. It runs in a
+thread of its own: to read an image takes a tenth or more of the time to write it, and the device
+can work meanwhile. The GIL is free during large reads.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ from milepost.memory.arena import Arena
 from milepost.storage.blocks import BLOCK_BYTES
 
 SMALL_BYTES: Final = 8 << 10
-"""Payloads up to this size are read once more for the CRC of their container, which is faster than
-to combine CRCs."""
+"""Payloads up to this size are read a second time for the CRC of their container: that is faster
+than to combine CRCs."""
 
 STEP_BYTES: Final = 4 << 20
 """How much is sealed before the writer is told."""
 
 AHEAD_BYTES: Final = 2 * BLOCK_BYTES
-"""How far ahead of the writer: enough for it never to wait, and no burst of work that would take a
-core from training."""
+"""How far to seal ahead of the writer: so far that the writer never waits, and no farther, since a
+burst of work would take a core from training."""
 
 _CRC: Final = struct.Struct("<I")
 
 
 @dataclass(slots=True)
 class ImageChecksums:
-    """The CRCs of one image; complete once all of it is sealed."""
+    """The CRCs of one image. Complete once the whole image is sealed."""
 
     containers: list[int] = field(default_factory=list)
-    """Of the whole containers, one a row of the table."""
+    """Of the whole containers, in the order of the table's rows."""
     stretches: list[int] = field(default_factory=list)
     """Of each `STRETCH_BYTES` of the image; the last one may be shorter."""
 
 
 class Containers:
-    """The tensors' containers in the images of one arena: what is the same in every save.
+    """The tensors' containers in the images of one arena: what is the same in all saves.
 
-    Raises Rejected("arena-invalid") for a table that has a checksum stand outside its container: it
-    must never be put where it does not belong.
+    Raises Rejected("arena-invalid") if the table places a checksum outside its container: it would
+    overwrite other bytes.
     """
 
     def __init__(self, arena: Arena) -> None:
         try:
             self._rows = unpack_table(arena.table)
         except ValueError as error:
-            raise invalid(arena, str(error)) from error
+            raise invalid_arena(arena, str(error)) from error
         self._order = sorted(range(len(self._rows)), key=lambda row: self._rows[row].blob_at)
-        """Rows as they lie in the image."""
+        """The rows' indices in the order in which they lie in the image."""
         self._heads: list[int] = []
-        """CRC of what stands before each payload, once it is known."""
+        """CRC of the bytes before each payload; empty until the first image is sealed."""
         self.end = 0
-        """Where the last one ends."""
+        """Where the last container ends."""
         for _, blob, blob_bytes, payload, payload_bytes, crc, central_crc in self._rows:
             payload_end, end = payload + payload_bytes, blob + blob_bytes
             if not (
@@ -74,14 +74,14 @@ class Containers:
                 and (crc + _CRC.size <= central_crc or crc == central_crc)
                 and central_crc + _CRC.size <= end
             ):
-                raise invalid(arena, f"layout names bytes outside the container at {blob}")
+                raise invalid_arena(arena, f"layout names bytes outside the container at {blob}")
             self.end = max(self.end, end)
 
     def seal(self, image: memoryview, sums: ImageChecksums) -> Iterator[int]:
         """Put each payload's CRC into its container, from the image's start to its end.
 
-        Yields up to where the image is as it shall be written, every few MiB, at last all of it.
-        `sums` is filled on the way.
+        Yields every few MiB how many bytes from the start are ready to be written; in the end, all.
+        Fills `sums` on the way.
         """
         crc32, combine, put = isal_zlib.crc32, isal_zlib.crc32_combine, _CRC.pack_into
         heads = self._heads or [
@@ -101,7 +101,7 @@ class Containers:
                 crc = combine(crc, part, at - begin) if begin > payload else part
                 if at - begin == STRETCH_BYTES:
                     known[begin] = part
-                # The payload's own CRC stands behind it.
+                # Up to here the bytes are final: the payload's own CRC comes after the payload.
                 if at < payload_end and at - told >= STEP_BYTES:
                     yield (told := at)
             put(image, crc_at, crc)
@@ -124,7 +124,7 @@ class Containers:
 def _add_stretches(
     stretches: list[int], image: memoryview, end: int, known: dict[int, int]
 ) -> None:
-    """Append the CRCs of all whole stretches that end by `end`; `known` are those of some, by
+    """Append the CRCs of all whole stretches before `end`. `known` has some of them already, by
     where they begin.
     """
     for at in range(len(stretches) * STRETCH_BYTES, end - STRETCH_BYTES + 1, STRETCH_BYTES):
@@ -133,11 +133,11 @@ def _add_stretches(
 
 
 class Sealing:
-    """Seals one image in a thread, while another one writes what is sealed.
+    """Seals one image in a thread, while another thread writes what is sealed.
 
     Args:
         containers: of the image's arena.
-        image: all that is written; held until `__exit__` returns.
+        image: all bytes of the file; used until `__exit__` returns.
     """
 
     def __init__(self, containers: Containers, image: memoryview) -> None:
@@ -146,7 +146,7 @@ class Sealing:
         self._sums = ImageChecksums()
         self._changed = threading.Condition()
         self._sealed = 0
-        """Bytes from the image's start that are as they shall be written."""
+        """How many bytes from the image's start are ready to be written."""
         self._wanted = 0
         self._is_stopped = False
         self._error: BaseException | None = None
@@ -168,7 +168,7 @@ class Sealing:
         self._thread.join()
 
     def await_sealed(self, end: int) -> None:
-        """Return once all bytes before `end` are sealed. Raises what sealing raised."""
+        """Wait until all bytes before `end` are sealed. Raises what sealing raised."""
         with self._changed:
             self._wanted = max(self._wanted, end)
             self._changed.notify_all()
@@ -177,7 +177,7 @@ class Sealing:
                 raise self._error
 
     def checksums(self) -> ImageChecksums:
-        """Return the image's checksums once all of it is sealed."""
+        """Wait until the whole image is sealed; return its checksums."""
         self.await_sealed(len(self._image))
         return self._sums
 
@@ -198,5 +198,5 @@ class Sealing:
                 self._changed.notify_all()
 
 
-def invalid(arena: Arena, what: str) -> Rejected:
+def invalid_arena(arena: Arena, what: str) -> Rejected:
     return Rejected("arena-invalid", f"arena {arena.path}: {what}")

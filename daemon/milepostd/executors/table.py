@@ -49,7 +49,7 @@ class Executor(NamedTuple, Generic[C]):
     """Returns the completion event of a command that failed."""
 
 
-def make_table(
+def make_executors(
     images: Images, plans: Plans, directories: SaveDirectories
 ) -> dict[type, Executor[Any]]:
     """Return the row of each slow command."""
@@ -91,7 +91,7 @@ async def carry_out(
     """Carry out a slow command and return its one completion event. Never raises an Exception.
 
     Args:
-        table: from `make_table`.
+        table: from `make_executors`.
         command: what to do.
         node: this node's id, named in the cause of a failure.
     """

@@ -1,9 +1,9 @@
-"""Threads for file work that may hang: a write to a broken mount returns never, and cannot be
+"""Threads for file work that may hang: a write to a broken mount may never return, and cannot be
 cancelled.
 
-Each call gets a thread of its own, so that one that hangs takes nothing along: its permit can be
-given back by `abandon`, and it does not keep the process from ending. (An executor's fixed threads
-would be used up by the first hung writes, and are joined at exit.) Belongs to one event loop.
+Each call gets a thread of its own, so that one that hangs does no harm: `abandon` gives back its
+permit, and it does not keep the process from ending. (The first hung writes would use up the fixed
+threads of a `ThreadPoolExecutor`, which are also joined at exit.) Belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Threads:
 
     Args:
         name: of the threads.
-        permits: how many calls run at once; further ones wait in order.
+        permits: how many calls run at once; further calls wait in order.
     """
 
     def __init__(self, name: str, permits: int) -> None:
@@ -51,7 +51,7 @@ class Threads:
                 outcome = (done.set_exception, error)
             else:
                 outcome = (done.set_result, value)  # type: ignore[assignment]
-            # A loop that has ended refuses; nobody waits for this call any more.
+            # A loop that has ended raises; then nobody waits for this call any more.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(settle, *outcome)
 
@@ -64,8 +64,8 @@ class Threads:
                 self._permits.release()
 
     def abandon(self, key: Hashable) -> None:
-        """Give up on a call that hangs: others may run in its place. It still ends `run`, if
-        ever.
+        """Give up on a call that hangs: another one may run in its place. If the call ends after
+        all, so does its `run`.
         """
         if key in self._running:
             self._running.discard(key)

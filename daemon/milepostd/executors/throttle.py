@@ -1,8 +1,8 @@
-"""The bandwidth limit on images: one token bucket for the node, and each write's way through it.
+"""The bandwidth limit on images: one token bucket for the node, and one pace for each write.
 
-Owns how fast images may be written (`BandwidthLimit`, for all writer threads together) and when a
-write has to end between two of its blocks (`Pace`): because its save has ended, or because at this
-speed it cannot be done by the save's deadline. Knows nothing of files. Thread-safe.
+`BandwidthLimit` says how fast all writer threads together may write. `Pace` says when one write may
+go on with its next block, and ends it if its save has ended or cannot meet its deadline at this
+speed. Knows nothing of files. Thread-safe.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from milepost.format.layout import PAGE_BYTES
 from milepost.storage.blocks import BLOCK_BYTES
 
 MB: Final = 1_000_000
-"""What `write_mbps` counts in, as vendors of storage and networks do."""
+"""The unit of `write_mbps`, as vendors of storage and networks count."""
 
 BURST_S: Final = 0.25
-"""What may be saved up while nothing is written, as seconds of the limit; so much of a save comes
-at once, then it is even."""
+"""How much credit an idle node may collect, in seconds of the limit. That much of a save is written
+at once, the rest at an even rate."""
 
 BLOCK_BYTES_MIN: Final = 256 << 10
-"""Smaller direct writes cost more processor time than evenness is worth."""
+"""Smaller blocks would make the rate more even, but cost too much processor time."""
 
 
 class BandwidthLimit:
@@ -40,12 +40,12 @@ class BandwidthLimit:
         self.bytes_per_s = bytes_per_s
         self._lock = threading.Lock()
         self._paid_at_s = float("-inf")
-        """When all that was granted so far is paid for; what lies further back than `BURST_S` is
-        credit that has lapsed."""
+        """When the rate has paid for all bytes granted so far. Credit that is older than `BURST_S`
+        is lost."""
 
     @property
     def block_bytes(self) -> int:
-        """How much to write at once, whole pages: what the limit allows in `BURST_S`."""
+        """How much to write at once: about what the limit allows in `BURST_S`, in whole pages."""
         even = int(self.bytes_per_s * BURST_S) // PAGE_BYTES * PAGE_BYTES
         return min(BLOCK_BYTES, max(BLOCK_BYTES_MIN, even))
 
@@ -56,12 +56,12 @@ class BandwidthLimit:
             return self._paid_at_s
 
     def earliest_s(self, count: int, now_s: float) -> float:
-        """Return the instant before which `count` bytes cannot have been granted; takes nothing."""
+        """Return the earliest instant by which `count` bytes can be granted. Takes none."""
         with self._lock:
             return self._after(count, now_s)
 
     def give_back(self, count: int) -> None:
-        """Return bytes that were reserved and are not going to be written."""
+        """Give back bytes that were reserved and will not be written."""
         with self._lock:
             self._paid_at_s -= count / self.bytes_per_s
 
@@ -70,14 +70,14 @@ class BandwidthLimit:
 
 
 class Pace:
-    """When the blocks of one image may be written. One thread writes, any thread may `stop` it.
+    """Says when the blocks of one image may be written. One thread writes, any may `stop` it.
 
     Args:
-        limit: of the node; None: as fast as the device takes it.
+        limit: of the node; None: as fast as the device allows.
         until_s: the save's deadline, by `clock`.
-        on_wait: told the seconds after each wait for the limit, on the writing thread.
-        clock: monotonic seconds.
-        wait: waits for an event at most so many seconds; whether it was set.
+        on_wait: called on the writing thread after each wait for the limit, with its seconds.
+        clock: returns monotonic seconds.
+        wait: waits for an event for at most these seconds; returns whether it was set.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Pace:
         return BLOCK_BYTES if self._limit is None else self._limit.block_bytes
 
     def stop(self) -> None:
-        """Have the write end at its next block, also if it waits for the limit now."""
+        """End the write at its next block, even if it is waiting for the limit now."""
         self._stopped.set()
 
     def check(self) -> None:
@@ -111,12 +111,12 @@ class Pace:
             raise SaveFailed("aborted", "the save has ended; its image is not written any further")
 
     def await_turn(self, count: int, left: int) -> None:
-        """Return when the next `count` of the `left` bytes of the image may be written.
+        """Wait until the next `count` of the `left` bytes of the image may be written.
 
         Raises:
-            SaveFailed: "aborted": the write was stopped; "timeout": at the limit the bytes that are
-                left cannot be written by the save's deadline. What the block would have taken of
-                the limit is left to others.
+            SaveFailed: "aborted": the write was stopped; "timeout": at this limit the `left` bytes
+                cannot be written by the save's deadline. In both cases other writes get what this
+                block would have taken of the limit.
         """
         self.check()
         if self._limit is None:

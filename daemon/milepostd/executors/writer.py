@@ -1,9 +1,8 @@
-"""Writes one rank's staged image to its data file: checksums in place, then direct I/O from shared
-memory.
+"""Writes one rank's staged image to its data file, by direct I/O from shared memory.
 
-Runs in threads; knows the arena, the layout table and the storage functions, nothing of sessions or
+Runs in threads. Knows the arena, the layout table and the storage functions, nothing of sessions or
 messages. The daemon puts the CRCs into the image, not the trainer, so that training pays for one
-copy only. The GIL is free while much is read and written. What a client wrote into the arena is
+copy only. The GIL is free during large reads and writes. What a client wrote into the arena is
 checked before it is used.
 """
 
@@ -30,7 +29,7 @@ from milepost.storage.homes import Home
 from milepost.storage.names import check_name
 from milepost.wire.messages import SaveRef
 from milepostd.executors.arenas import OpenArenas
-from milepostd.executors.sealing import Containers, Sealing, invalid
+from milepostd.executors.sealing import Containers, Sealing, invalid_arena
 from milepostd.executors.throttle import Pace
 
 
@@ -44,22 +43,27 @@ def write_rank(
     arenas: OpenArenas | None = None,
     pace: Pace | None = None,
 ) -> FragmentFile:
-    """Write what a rank staged into the save's directory, and return what the manifest has to know
-    of it.
+    """Write what a rank staged into the save's directory; return the file as the manifest describes
+    it.
 
-    The file is synced when this returns, its name with the fragment (`write_fragment`). Each call
-    makes a new file; what an earlier, broken call left stays beside it until the save is published
-    or given up.
+    The file is synced when this returns; its name is synced with the fragment (`write_fragment`).
+    Each call makes a new file. A file that a broken call left stays beside it until the save is
+    published or given up.
 
     Args:
-        on_bytes: called from this thread with the number of bytes after each block; what it raises
-            ends the write.
-        arenas: where mappings are kept; without it the arena is mapped for this call.
-        pace: when each block may be written; without it as fast as the device takes it.
+        home: where the save is published.
+        save: which save.
+        arena_path: the rank's arena.
+        slot: index of the slot that holds the image.
+        layout_id: the layout under which it was staged.
+        on_bytes: called on this thread after each block, with its number of bytes; if it raises,
+            the write ends.
+        arenas: keeps the arena mapped; without it, the arena is mapped for this call only.
+        pace: when each block may be written; without it, as fast as the device takes it.
 
     Raises:
-        Rejected: "arena-invalid" if the slot does not hold this save under this layout, or changed
-            meanwhile.
+        Rejected: "arena-invalid" if the slot does not hold this save under this layout, or was
+            staged anew meanwhile.
         StorageError: the write failed; no file of this call remains.
         SaveFailed, Rejected: "aborted", "already-committed": the save has ended; "timeout": it
             cannot be written in time at this pace.
@@ -86,12 +90,12 @@ def _write(
     pace: Pace,
 ) -> FragmentFile:
     if not 0 <= slot < len(arena.slots):
-        raise invalid(arena, f"no slot {slot}")
+        raise invalid_arena(arena, f"no slot {slot}")
     staged = arena.slots[slot]
     record = staged.record()
-    _check(arena, record, save, layout_id)
+    _check_record(arena, record, save, layout_id)
     if containers.end > record.image_bytes:
-        raise invalid(arena, f"layout names bytes outside the {record.image_bytes} staged")
+        raise invalid_arena(arena, f"layout names bytes outside the {record.image_bytes} staged")
     if not record.image_bytes:
         return FragmentFile(
             rank=record.rank, layout_id=layout_id, file="", file_bytes=0, crcs=(), objects=()
@@ -102,7 +106,7 @@ def _write(
             (item, offset, length, isal_zlib.crc32(image[offset : offset + length]))
             for item, offset, length in record.objects
         )
-        # What an earlier, longer image left in the last page is not this checkpoint's.
+        # Clear what an earlier, longer image left in the last page.
         image[record.image_bytes :] = bytes(file_bytes - record.image_bytes)
         home.check_shared(save.job)
         directory = home.open_save(save)
@@ -112,12 +116,12 @@ def _write(
                 pace.await_turn(count, left)
                 sealing.await_sealed(file_bytes - left + count)
 
-            name = _write_new(
+            name = _write_under_free_name(
                 home, directory, record.rank, image, on_bytes, before_block, pace.block_bytes
             )
             sums = sealing.checksums()
     if staged.record() != record:
-        raise invalid(arena, f"slot {slot} was staged anew while it was written")
+        raise invalid_arena(arena, f"slot {slot} was staged anew while it was written")
     return FragmentFile(
         rank=record.rank,
         layout_id=layout_id,
@@ -130,10 +134,10 @@ def _write(
 
 
 def write_fragment(home: Home, save: SaveRef, node_id: str, files: Sequence[FragmentFile]) -> str:
-    """Write this node's manifest fragment, durably with all names in the save's directory; return
-    its file name.
+    """Write this node's manifest fragment and return its file name. The fragment and all names in
+    the save's directory are durable when this returns.
 
-    A node whose ranks had nothing to write makes the directory, too. Raises as `write_rank` does.
+    Makes the directory if the node's ranks had nothing to write. Raises as `write_rank` does.
     """
     home.check_shared(save.job)
     name = FRAGMENT_PREFIX + check_name(node_id)
@@ -142,19 +146,19 @@ def write_fragment(home: Home, save: SaveRef, node_id: str, files: Sequence[Frag
     return name
 
 
-def _check(arena: Arena, record: SlotRecord, save: SaveRef, layout_id: str) -> None:
+def _check_record(arena: Arena, record: SlotRecord, save: SaveRef, layout_id: str) -> None:
     found = (record.job, record.save_id, record.step, record.name, record.layout_id)
     if found != (save.job, save.save_id, save.step, save.name, layout_id):
-        raise invalid(
+        raise invalid_arena(
             arena,
             f"holds save {record.save_id} of step {record.step} under layout {record.layout_id},"
             f" not save {save.save_id} of step {save.step} under {layout_id}",
         )
     if arena.layout_id != layout_id:
-        raise invalid(arena, f"was made for layout {arena.layout_id}, not {layout_id}")
+        raise invalid_arena(arena, f"was made for layout {arena.layout_id}, not {layout_id}")
 
 
-def _write_new(
+def _write_under_free_name(
     home: Home,
     directory: Path,
     rank: int,
@@ -163,10 +167,10 @@ def _write_new(
     before_block: Callable[[int, int], None],
     block_bytes: int,
 ) -> str:
-    """Write the image under the rank's first name that is not taken, and return the name.
+    """Write the image under the rank's first free name, and return the name.
 
-    Taken is what an earlier call left, whose writer may still hang. The directory is not listed:
-    thousands of ranks write into it.
+    Names are taken by files of earlier calls, whose writers may still hang. They are tried one by
+    one: to list the directory is slow, because thousands of ranks write into it.
     """
     for number in count():
         name = f"__{rank}_{number}.distcp"

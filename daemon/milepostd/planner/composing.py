@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class _TensorColumns(NamedTuple):
+class _FileTensors(NamedTuple):
     """The tensors of one rank's file, as the manifest describes them."""
 
     is_counted: bytes
@@ -80,7 +80,7 @@ class _Composition:
         self._draft: IndexDraft | None = None
 
     @cached_property
-    def tensors(self) -> dict[int, _TensorColumns]:
+    def tensors(self) -> dict[int, _FileTensors]:
         """The tensors of each rank's file, ascending by rank."""
         columns: dict[object, object] = {}
         return {
@@ -275,20 +275,20 @@ def _with_shared_columns(offer: Offer, columns: dict[object, object]) -> Offer:
 
 def _tensor_columns(
     offer: Offer, assigned: Sequence[int], counted: Container[int], columns: dict[object, object]
-) -> _TensorColumns:
+) -> _FileTensors:
     """Describe the tensors of a rank's file; a column that equals another rank's is held once."""
     tensors = [item for item in assigned if offer.kinds[item] != Kind.OBJECT]
     blob_bytes = [offer.container_bytes[item] for item in tensors]
     blobs_at = place(blob_bytes).offsets
     is_counted = bytes(item in counted for item in tensors)
-    described = _TensorColumns(
+    described = _FileTensors(
         is_counted,
         tuple(offer.keys[item] for item in compress(tensors, is_counted)),
         tuple(compress(blobs_at, is_counted)),
         tuple(compress(blob_bytes, is_counted)),
         blobs_at[-1] + blob_bytes[-1] if tensors else 0,
     )
-    return _TensorColumns._make(columns.setdefault(column, column) for column in described)
+    return _FileTensors._make(columns.setdefault(column, column) for column in described)
 
 
 def _manifest_of(

@@ -9,7 +9,7 @@ from milepostd.executors.arenas import OpenArenas
 from milepostd.executors.directories import SaveDirectories
 from milepostd.executors.images import Images
 from milepostd.executors.plans import Plans
-from milepostd.executors.table import Executor, make_table
+from milepostd.executors.table import Executor, make_executors
 from milepostd.executors.threads import Threads
 from milepostd.ops.faults import FaultPoints
 from milepostd.ops.metrics import Counters
@@ -29,4 +29,4 @@ def table_of(directories: SaveDirectories) -> dict[type, Executor[Any]]:
         limit=None,
         post=lambda event: None,
     )
-    return make_table(images, Plans(Planner(Path()), faults, counters), directories)
+    return make_executors(images, Plans(Planner(Path()), faults, counters), directories)
