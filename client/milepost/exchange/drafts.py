@@ -131,30 +131,31 @@ def folder_draft(
 ) -> Iterator[Path]:
     """Yield a directory to fill with files that appear in `target` when the block ends well.
 
-    A `target` that is not there, or empty, appears by one rename. One with other files keeps these:
-    the new ones are moved in by name, `*.index.json` last, and those that `is_replaced` make room.
-    A kill amid these moves leaves a directory below `target` that holds what has not been moved.
+    A `target` that is not there appears by one rename. One that is there, which may be a mount
+    point, keeps its files: the new ones are moved in by name, `*.index.json` last, and those that
+    `is_replaced` make room. A kill amid these moves leaves a directory below `target` that holds
+    what has not been moved.
 
     Raises UsageError if a file would be replaced and is not to be overwritten; StorageError.
     """
     if target.exists() and not target.is_dir():
         raise UsageError("usage", f"{target} exists, and is no directory")
-    there = sorted(os.listdir(target)) if target.is_dir() else []
-    taken = [name for name in there if is_replaced(name)]
+    is_there = target.is_dir()
+    taken = [name for name in sorted(os.listdir(target)) if is_replaced(name)] if is_there else []
     if taken and not overwrite:
         raise UsageError(
             "usage",
             f"{target} holds {listed(taken)} already",
             "--overwrite replaces them, or name another directory",
         )
-    temp = _beside(target / "export") if there else _beside(target)
+    temp = _beside(target / "export") if is_there else _beside(target)
     with reported("make", temp):
         temp.mkdir()
     try:
         yield temp
         with reported("move into place", target):
             sync_directory(temp)
-            if there:
+            if is_there:
                 _move_in(temp, target, taken)
             else:
                 os.rename(temp, target)

@@ -124,11 +124,14 @@ def test_a_new_directory_appears_at_once(tmp_path: Path) -> None:
     assert ["d"] == os.listdir(tmp_path)
 
 
-def test_an_empty_directory_is_as_good_as_none(tmp_path: Path) -> None:
+def test_a_directory_that_is_there_stays_the_one_it_is(tmp_path: Path) -> None:
+    # It may be a mount point, or the directory that a shell is in.
     (tmp_path / "d").mkdir()
+    before = (tmp_path / "d").stat().st_ino
     with folder(tmp_path / "d") as path:
         (path / "model.a").write_text("a")
     assert {"d/model.a": "a"} == tree(tmp_path)
+    assert (before, ["model.a"]) == ((tmp_path / "d").stat().st_ino, os.listdir(tmp_path / "d"))
 
 
 def test_files_join_those_that_are_there(tmp_path: Path) -> None:
