@@ -13,25 +13,18 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from milepost.advice import note_made, tell_branch, tell_unprepared
+from milepost.advice import note_made, tell_unprepared
 from milepost.concurrency.collector import collect_now, collector_paused
 from milepost.concurrency.turns import Turn, in_turn
 from milepost.concurrency.waiting import check_timeout
-from milepost.errors import (
-    MilepostError,
-    Rejected,
-    SaveFailed,
-    StorageError,
-    UsageError,
-)
+from milepost.errors import MilepostError, Rejected, UsageError
 from milepost.handle import Save
 from milepost.link.connection import fetch_status
 from milepost.link.preemption import PreemptionFlag
@@ -51,14 +44,15 @@ from milepost.options import (
 )
 from milepost.reading.choice import Loaded, load_chosen
 from milepost.reading.restore import LoadOptions, LoadReport
+from milepost.saving.access import RootAccess
 from milepost.saving.planning import Planning
+from milepost.saving.preparation import Preparation
 from milepost.saving.saves import Handover, Saves
 from milepost.staging.selection import Optimizers
 from milepost.staging.slots import Slots
 from milepost.staging.stager import Stager
 from milepost.staging.strategy import Filling
 from milepost.state.content import Content, ContentReader
-from milepost.storage.claims import Ownership, check_ours, find_other
 from milepost.storage.retention import Policy
 from milepost.storage.root import Root
 from milepost.wire.messages import (
@@ -69,7 +63,6 @@ from milepost.wire.messages import (
     Preempted,
     ReadsWanted,
     SaveRef,
-    Skipped,
 )
 
 if TYPE_CHECKING:
@@ -78,9 +71,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("milepost")
-
-UNWRITABLE: Final = frozenset({"permission", "read-only"})
-"""Codes of a root that others may write to."""
 
 
 class Checkpointer:
@@ -135,8 +125,7 @@ class Checkpointer:
         check_options(on_busy, on_failure, staging, slots, deadline_s, keep, planner, overwrite)
         self._staging = make_staging(staging, optimizer, planner)
         self.root = find_root(root)
-        self._on_busy = on_busy
-        self._on_failure = on_failure
+        self._may_wait = on_busy == "wait"
         self._overwrite = overwrite
         self._keep = Keep() if keep is None else keep.rules()
         self._deadline_s = float(deadline_s)
@@ -158,21 +147,19 @@ class Checkpointer:
             self._saves,
             self._reader,
             deadline_s=self._deadline_s,
-            may_wait=on_busy == "wait",
+            may_wait=self._may_wait,
             who=self,
             is_first=self.rank == 0,
         )
+        self._access = RootAccess(self.root, is_first=self.rank == 0, overwrite=overwrite)
 
         self._preemption = PreemptionFlag(self._join, self._session.send)
         self._turn = Turn()
         """Of the thread that is in `save`, `prepare` or `load`."""
         self._pid = os.getpid()
-        self._ownership: Ownership | None = None
-        """Rank 0: the job's claim on the root, from its first save on."""
         self._is_closed = False
-        self._is_begun = False
-        """Whether something was loaded or, on rank 0, saved."""
-        self._preparing: threading.Thread | None = None
+        self._preparation: Preparation | None = None
+        """The one that is under way."""
         self._is_prepared = False
         self._has_planned = False
         """Whether a save has had its plan, and what it paid for it was told."""
@@ -186,7 +173,7 @@ class Checkpointer:
             self._meeting: Meeting = meet(
                 self._group,
                 Introduction(self.node, str(self.root), self._name, str(torch.__version__)),
-                self._claim_or_read,
+                lambda: self._access.enter_or_read(self._name),
             )
         except BaseException:
             self._session.close()
@@ -230,16 +217,6 @@ class Checkpointer:
         )
         self._saves.begin(self.job, attempt, slots)
 
-    def _claim_or_read(self) -> tuple[str, int]:
-        """Claim an attempt, or return attempt 0 for a root that can be read and not written to."""
-        try:
-            return self._claim()
-        except StorageError as error:
-            if error.code not in UNWRITABLE or not os.access(self.root, os.R_OK | os.X_OK):
-                raise
-            log.info("load() works, prepare() and save() are refused for now: %s", error.message)
-            return self._name, 0
-
     def _claim_late(self) -> Rejected | None:
         """Claim an attempt, if there is none yet; return why there still is none, on all ranks."""
         if self.attempt:
@@ -247,11 +224,7 @@ class Checkpointer:
         self._claims += 1
 
         def claim() -> bytes:
-            try:
-                return json.dumps(self._claim()).encode()
-            except StorageError as error:
-                hint = "load() works; save to a root that can be written to"
-                raise Rejected(error.code, error.message, hint) from error
+            return json.dumps(self._access.enter_late(self._name)).encode()
 
         try:
             told = tell_all(self._group, f"claim/{self._claims}", claim, self._deadline_s)
@@ -261,20 +234,6 @@ class Checkpointer:
         self._begin_attempt(attempt)
         note_made(self)
         return None
-
-    def _claim(self) -> tuple[str, int]:
-        """Make the root; return the job's name on the wire and its next attempt; on rank 0.
-
-        The name ends with the root's identity: two roots are two jobs to a daemon, also if one
-        launcher runs both, or one is the other deleted and made again.
-        """
-        root = Root(self.root)
-        root.prepare()
-        job = f"{self._name}@{root.identity()}"
-        other = find_other(root, job)
-        if other:
-            log.warning("%s: load() works, prepare() and save() are refused meanwhile", other)
-        return job, root.claim_attempt(self._name)
 
     # --- the daemon
 
@@ -333,33 +292,43 @@ class Checkpointer:
                 it comes later, and the first save tries again.
         """
         self._check_open()
-        self._finish_preparing()
-        self._staging.settle()
+        self._settle()
         unclaimed = self._claim_late()
         if unclaimed is not None:
             raise unclaimed
-        preparation = self._prepare(state, per_rank, is_still=wait)
-        # Never beside training: a state's own `state_dict()` may change what it reads.
-        next(preparation)
-
-        def finish() -> None:
-            try:
-                next(preparation, None)
-            except Exception as error:
-                log.warning("prepare failed, the first save will be slow: %s", error)
-
-        if wait:
-            next(preparation, None)
-            collect_now()
-            return
-        self._preparing = threading.Thread(target=finish, name="milepost-prepare", daemon=True)
-        self._preparing.start()
+        preparation = Preparation(
+            self._saves,
+            self._planning,
+            self._staging,
+            lambda: self._access.claim(self.job),
+            is_still=wait,
+        )
+        try:
+            preparation.read(lambda ref: self._read(ref, state, per_rank))
+            self._preparation = preparation
+            if not wait:
+                preparation.start()
+                return
+            preparation.plan()
+        except BaseException as error:
+            preparation.settle(error)
+            raise
+        preparation.settle()
+        collect_now()
 
     def _finish_preparing(self) -> None:
-        # Forgotten afterwards only: if this wait is interrupted, the next call waits again.
-        if self._preparing is not None and self._preparing.ident is not None:
-            self._preparing.join()
-        self._preparing = None
+        """Wait for a preparation in the background."""
+        if self._preparation is not None:
+            # Forgotten afterwards only: if this wait is interrupted, the next call waits again.
+            self._preparation.join()
+            self._is_prepared |= self._preparation.is_complete
+        self._preparation = None
+
+    def _settle(self) -> None:
+        """Wait until no earlier call of this rank is at work any more."""
+        self._finish_preparing()
+        self._staging.settle()
+        self._saves.give_up_left()
 
     def guard(self) -> None:
         """Wait until the parameters and optimizer state of the last `save()` may change.
@@ -369,35 +338,6 @@ class Checkpointer:
         `staging="blocking"`, and when no copy is under way. For any thread.
         """
         self._staging.guard()
-
-    def _prepare(
-        self, state: Mapping[str, Any], per_rank: Mapping[str, Any] | None, *, is_still: bool
-    ) -> Iterator[None]:
-        """Read the state; then, at the second `next`, plan and fault in.
-
-        `is_still`: the state does not change meanwhile.
-        """
-        ref, save = self._saves.open(0, "prepare", is_plan_only=True)
-        try:
-            with collector_paused():
-                content = self._reader.read(ref.save_id, state, per_rank, self._join)
-                filling = self._staging.choose(content.items)
-            yield
-            with (
-                collector_paused(),
-                self._slots.at_work(lambda: self._saves.is_over(ref)) as stager,
-            ):
-                self._claim_root()
-                self._planning.ask(ref, save, content, is_still=is_still)
-                filling.prepare(stager)
-                stager.fault_in()
-                self._is_prepared = True
-        except BaseException as error:
-            # The other ranks plan with this one, and must not wait for it.
-            self._saves.give_up(ref, error)
-            raise
-        finally:
-            self._saves.close_plan(ref)
 
     @in_turn
     def save(
@@ -427,12 +367,11 @@ class Checkpointer:
         """
         started_s = time.monotonic()
         self._check_open()
-        self._staging.settle()
+        self._settle()
         self._raise_failures()
         step = check_step(step)
         name = directory_name(step, checkpoint_id)
         check_repeated(name, self._saves.taken_by(name), overwrite=self._overwrite)
-        self._finish_preparing()
         unclaimed = self._claim_late()
         ref, save = self._saves.open(step, name)
         if unclaimed is not None:
@@ -463,51 +402,27 @@ class Checkpointer:
 
         The lists made of the state are gone on return: the collector is not to walk them.
         """
-        content = self._reader.read(ref.save_id, state, per_rank, self._join)
+        content = self._read(ref, state, per_rank)
         filling = self._staging.choose(content.items)
-        self._check_root(ref)
-        if self._take_turn(ref):
+        self._access.check(ref, self.attempt)
+        if self._saves.take_turn(ref, may_wait=self._may_wait):
             self._stage(ref, save, content, filling)
 
-    def _claim_root(self) -> None:
-        """Claim the root for this job, on rank 0. Raises Rejected("root-locked")."""
-        if self.rank == 0 and self._ownership is None:
-            self._ownership = Ownership.take(Root(self.root), self.job)
-
-    def _check_root(self, ref: SaveRef) -> None:
-        """Claim the root, and refuse to replace a directory that milepost did not write; one rank
-        does it for all.
-
-        Raises Rejected("root-locked"), UsageError("already-committed").
-        """
-        if self.rank != 0:
-            return
-        self._claim_root()
-        if not self._overwrite:
-            check_ours(self.root / ref.name)
-        if not self._is_begun:
-            self._is_begun = True
-            tell_branch(Root(self.root), ref.step, self.attempt)
-
-    def _take_turn(self, ref: SaveRef) -> bool:
-        """Wait for a slot, or skip; False: this save has ended."""
-        held = self._slots.held
-        busy = self._saves.told(held)
-        if len(held) >= self._slots.count and self._on_busy == "skip":
-            reason = f"rank {self.rank} has all {self._slots.count} slots in use: {busy}"
-            self._session.say(Skipped(save=ref, reason=reason))
-            return False
-        return self._slots.await_one(lambda: self._saves.is_over(ref), busy)
+    def _read(
+        self, ref: SaveRef, state: Mapping[str, Any], per_rank: Mapping[str, Any] | None
+    ) -> Content:
+        """List what a state holds; see `ContentReader.read`."""
+        return self._reader.read(ref.save_id, state, per_rank, self._join)
 
     def _stage(self, ref: SaveRef, save: Save, content: Content, filling: Filling) -> None:
         """Copy the state into a slot, or begin to."""
         started_s = time.monotonic()
         is_planned = self._saves.plan_of(content.structure) is not None
-        with self._slots.at_work(lambda: self._saves.is_over(ref)) as stager:
+        with self._saves.slots.at_work(lambda: self._saves.is_over(ref)) as stager:
             placed = self._planning.put_in_force(ref, save, content)
             if placed is None:
                 return
-            slot, planned_s = self._slots.take(), time.monotonic()
+            slot, planned_s = self._saves.slots.take(), time.monotonic()
             listener = Handover(self._saves, ref, save)
             is_complete = filling.fill(stager, slot, ref, placed.objects, listener)
         if not is_planned and not self._has_planned and self.rank == 0:
@@ -534,7 +449,7 @@ class Checkpointer:
         state: dict[str, Any] | None,
         step: int | None = None,
         partial: bool = False,
-        source: Literal["auto", "memory", "storage"] = "auto",
+        source: Literal["auto", "storage"] = "auto",
         verify: bool = True,
         fallback: bool = False,
         cast: bool = False,
@@ -568,10 +483,9 @@ class Checkpointer:
         self._check_open()
         check_choice("source", source, ("auto", "storage"))
         step = None if step is None else check_step(step)
-        self._finish_preparing()
-        self._staging.settle()
+        self._settle()
         self._loads += 1
-        self._is_begun = True
+        self._access.note_load()
         self.wait()
         loaded = load_chosen(
             Root(self.root),
@@ -597,7 +511,7 @@ class Checkpointer:
         told = tell_all(self._group, f"load/{self._loads}/attempt", number, self._deadline_s)
         if int(told) != self.attempt:
             # Arenas carry their attempt's number, and those of earlier ones are swept away.
-            self._slots.close(unlink=True)
+            self._saves.slots.close(unlink=True)
             self._begin_attempt(int(told))
         self._saves.resume(loaded.report.step, loaded.name)
 
@@ -623,13 +537,7 @@ class Checkpointer:
         Raises TimeoutError, naming what still runs.
         """
         check_timeout(timeout_s)
-        until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        for save in self._saves.under_way():
-            left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
-            try:
-                save.wait(left_s)
-            except SaveFailed:
-                continue  # it has ended, which is all that is asked; its handle tells how
+        self._saves.await_ends(timeout_s)
 
     def close(self) -> None:
         """Wait for the saves under way, say goodbye to the daemon, and free the shared memory.
@@ -637,15 +545,19 @@ class Checkpointer:
         Waits at most the save's own deadline. Idempotent. With `on_failure="raise"` raises
         SaveFailed for a save that failed.
         """
-        if self._is_closed or os.getpid() != self._pid:
-            # What a forked child leaves is its parent's.
+        if os.getpid() != self._pid:
+            return  # What a forked child leaves is its parent's.
+        with self._saves.changed:
+            is_closed, self._is_closed = self._is_closed, True
+        if is_closed:
             return
-        self._is_closed = True
         self._preemption.close()
-        if self._ownership is not None:
-            self._ownership.close()
-        self._finish_preparing()
+        self._access.close()
+        if (preparation := self._preparation) is not None:
+            preparation.join()
         self._staging.close()
+        if self._turn.is_free:
+            self._saves.give_up_left()
         is_quiet = True
         try:
             self.wait(self._deadline_s + JOIN_S)
@@ -655,7 +567,7 @@ class Checkpointer:
         if is_quiet:
             self._session.leave()
         self._session.close()
-        self._slots.close(unlink=is_quiet)
+        self._saves.slots.close(unlink=is_quiet)
         self._raise_failures()
 
     @property
@@ -678,7 +590,3 @@ class Checkpointer:
             # A failure that `wait()` has raised is known.
             if not save.is_told:
                 raise save.failure()
-
-    @property
-    def _slots(self) -> Slots:
-        return self._saves.slots

@@ -98,7 +98,7 @@ class Save:
                 (`outcome-unknown`).
             TimeoutError: not ended in time; the save goes on.
         """
-        self._wait_until(self.done, timeout_s, "committed")
+        self.await_end(timeout_s)
         if self._checkpoint is None:
             with self._changed:
                 self.is_told = True
@@ -132,6 +132,10 @@ class Save:
         return error
 
     # --- for the Checkpointer
+
+    def await_end(self, timeout_s: float | None) -> None:
+        """Return once it has ended, however. Raises TimeoutError."""
+        self._wait_until(self.done, timeout_s, "committed")
 
     def add_guard(self, waited_s: float) -> None:
         """Note how long the guard has kept a thread."""

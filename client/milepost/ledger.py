@@ -119,12 +119,14 @@ class OpenSave(Generic[H]):
         handle: the caller's.
         phase: "staging" until `staged`, then as the daemon tells.
         layout: what this rank shall write, once it is known.
+        is_in_hand: a call of this rank has yet to stage it, or to say that it will not.
     """
 
     ref: SaveRef
     handle: H
     phase: str = "staging"
     layout: LayoutReady | None = None
+    is_in_hand: bool = True
 
     @property
     def is_staged(self) -> bool:
@@ -249,8 +251,18 @@ class Ledger(Generic[H]):
         save = self._open.get(save_id)
         if save is None:
             return []
-        save.phase = "staged"
+        save.phase, save.is_in_hand = "staged", False
         return [Advance(save.handle, save.phase)]
+
+    def skip(self, save_id: str) -> None:
+        """Note that this rank has said that it skips the save; it ends by the daemon's word."""
+        if save := self._open.get(save_id):
+            save.is_in_hand = False
+
+    @property
+    def in_hand(self) -> list[SaveRef]:
+        """The open saves that a call has yet to stage, oldest first."""
+        return [save.ref for save in self._open.values() if save.is_in_hand]
 
     def give_up(
         self, save_id: str, cause: Cause, *, is_raised: bool = False

@@ -19,7 +19,7 @@ Generated from the docstrings of `milepost` by `python -m docs.generate.api_page
 settings are in [config.md](config.md), the error codes in [errors.md](errors.md).
 """
 
-INTERNAL = {"Save.add_guard", "Save.advance", "Save.commit", "Save.fail"}
+INTERNAL = {"Save.add_guard", "Save.advance", "Save.await_end", "Save.commit", "Save.fail"}
 """What only the Checkpointer calls."""
 
 

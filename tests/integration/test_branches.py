@@ -126,7 +126,7 @@ def mishandle(rank: Rank) -> dict[str, Any]:
             thread.join()
         told["threads"] = sorted(save.wait(60).step for save in saves)
 
-        for path in ck._slots.stager.arenas:
+        for path in ck._saves.slots.stager.arenas:
             path.unlink()
         try:
             ck.save(30, state).wait(60)

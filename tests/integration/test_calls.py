@@ -136,3 +136,73 @@ def test_a_call_within_a_call_of_the_same_thread_is_refused(pair: list[Node], ro
         for name, refusal in zip(("save", "prepare", "load"), told["refusals"], strict=True)
     ] == [True] * 3
     assert 1 == told["step"]
+
+
+FAILING = "after-write:eio@1,after-write:eio@3"
+
+
+def fail_and_be_told(rank: Rank) -> dict[str, Any]:
+    from milepost import Checkpointer, SaveFailed
+
+    state = {"w": torch.ones(10)}
+    ck = Checkpointer(rank.root, on_failure="raise")
+    ck.save(1, state)
+    ck.wait(60)  # returns however they end, and tells nobody
+    told: list[Any] = []
+    with pytest.raises(SaveFailed) as raised:
+        ck.save(2, state)
+    told.append(raised.value.code)
+    told.append(ck.save(2, state).wait(60).step)
+    ck.save(3, state)
+    with pytest.raises(SaveFailed) as raised:
+        ck.close()
+    told.append(raised.value.code)
+    ck.close()
+    return {"told": told}
+
+
+def test_with_on_failure_raise_a_failure_is_raised_at_the_next_save_and_at_close(
+    folder: Path,
+) -> None:
+    root = folder / "root"
+    with nodes(folder, 1, root, ["--allow-faults"], MILEPOSTD_FAULTS=FAILING) as (node,):
+        (told,) = run_ranks(fail_and_be_told, root, [node])
+    assert ["io-error", 2, "io-error"] == told["told"]
+
+
+def interrupt_where_nobody_is_told(rank: Rank) -> dict[str, Any]:
+    """An interrupt just after a save was opened, and one just before its failure is told."""
+    from milepost import Checkpointer
+    from milepost.saving.saves import Saves
+
+    opened, give_up = Saves.open, Saves.give_up
+
+    def open_and_stop(*arguments: Any, **named: Any) -> Any:
+        opened(*arguments, **named)
+        raise KeyboardInterrupt
+
+    def stop(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    state = {"w": torch.ones(10)}
+    steps: list[int] = []
+    with Checkpointer(rank.root) as ck:
+        for step, (name, wrong) in enumerate((("open", open_and_stop), ("give_up", stop))):
+            for call in (ck.prepare, lambda state: ck.save(7, state)):
+                with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(Saves, name, wrong)
+                    call({**state, "b": Broken()})
+                steps.append(ck.save(10 * step + len(steps), state).wait(60).step)
+                ck.wait(0)
+        assert (opened, give_up) == (Saves.open, Saves.give_up)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Saves, "open", open_and_stop)
+            ck.save(8, state)
+    return {"steps": steps}
+
+
+def test_a_save_that_an_interrupt_left_to_nobody_ends_with_the_next_call(folder: Path) -> None:
+    root = folder / "root"
+    with nodes(folder, 1, root) as (node,):
+        (told,) = run_ranks(interrupt_where_nobody_is_told, root, [node])
+    assert [0, 1, 12, 13] == told["steps"]

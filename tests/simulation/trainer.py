@@ -162,6 +162,8 @@ class Trainer(Life):
 
     def save(self, step: int, *, is_last: bool = False) -> Steps:
         name = f"step_{step}"
+        if self.ledger.in_hand:
+            self.oracle.fail(f"rank {self.rank} has left {self.ledger.in_hand} to nobody")
         taken_by = self.ledger.taken_by(name)
         if taken_by is not None:
             self.oracle.fail(f"rank {self.rank} is refused {name}, which is taken by {taken_by}")
@@ -202,6 +204,7 @@ class Trainer(Life):
     def _take_turn(self, ref: SaveRef) -> Steps:
         if len(self.held) >= self.work.slots and self.work.skips:
             reason = f"rank {self.rank} has all slots in use"
+            self.ledger.skip(ref.save_id)
             self.session.say(Skipped(save=ref, reason=reason))
             return False
         has_room = yield Until(

@@ -220,6 +220,15 @@ def test_a_second_end_changes_nothing() -> None:
     assert [] == ledger.stage(ref.save_id)
 
 
+def test_a_save_is_in_hand_until_this_rank_has_staged_or_skipped_it_or_it_ends() -> None:
+    ledger = made()
+    staged, skipped, ended, left = (opened(ledger, step) for step in (10, 20, 30, 40))
+    ledger.stage(staged.save_id)
+    ledger.skip(skipped.save_id)
+    ledger.give_up(ended.save_id, SHORT)
+    assert [left] == ledger.in_hand
+
+
 def test_when_the_daemon_is_gone_what_was_staged_is_unknown_and_the_rest_has_failed() -> None:
     ledger = made()
     staged, staging = opened(ledger, 10), opened(ledger, 20)

@@ -26,6 +26,11 @@ class Turn:
         self._lock = threading.RLock()
         self._in = ""
 
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody has it at this moment."""
+        return not self._in
+
     @contextlib.contextmanager
     def taken(self, what: str) -> Iterator[None]:
         """Wait for the turn, and keep it meanwhile.

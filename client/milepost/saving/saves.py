@@ -10,6 +10,7 @@ so what a handle calls back runs outside of it.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ from milepost.wire.messages import (
     DaemonMessage,
     LayoutReady,
     SaveRef,
+    Skipped,
     Staged,
     Unable,
 )
@@ -110,6 +112,21 @@ class Saves:
         self._decide(lambda ledger: ledger.open(ref, save))
         return ref, save
 
+    def take_turn(self, ref: SaveRef, *, may_wait: bool) -> bool:
+        """Wait for a free slot, or skip the save if it may not wait; False: it has ended, or will.
+
+        Raises Rejected("busy").
+        """
+        held = self.slots.held
+        busy = self._told(held)
+        if len(held) >= self.slots.count and not may_wait:
+            reason = f"rank {self._rank} has all {self.slots.count} slots in use: {busy}"
+            with self.changed:
+                self._ledger.skip(ref.save_id)
+            self._session.say(Skipped(save=ref, reason=reason))
+            return False
+        return self.slots.await_one(lambda: self.is_over(ref), busy)
+
     def await_layout(self, ref: SaveRef, timeout_s: float, what: str) -> LayoutReady | None:
         """Wait for the layout of an open save; None: it has ended, or nothing came in time."""
         with self.changed:
@@ -152,6 +169,15 @@ class Saves:
         is_raised = isinstance(error, UsageError)
         self._decide(lambda ledger: ledger.give_up(ref.save_id, cause, is_raised=is_raised))
 
+    def give_up_left(self) -> None:
+        """Give up what a call has opened and left to nobody, since it was interrupted where nothing
+        could be done about it. Only while no call is under way, nor a copy.
+        """
+        with self.changed:
+            left = self._ledger.in_hand
+        for ref in left:
+            self.give_up(ref, SaveFailed("aborted", f"rank {self._rank} was interrupted"))
+
     def close_plan(self, ref: SaveRef) -> None:
         """End what was opened for the sake of a layout only."""
         self._session.settle(ref.save_id)
@@ -190,12 +216,18 @@ class Saves:
         with self.changed:
             return self._ledger.last_step
 
-    def under_way(self) -> list[Save]:
-        """Return the handles of the saves that have not ended."""
-        with self.changed:
-            return [each.handle for each in self._ledger.open_saves]
+    def await_ends(self, timeout_s: float | None) -> None:
+        """Return once the saves that are open now have ended, however.
 
-    def told(self, save_ids: Collection[str]) -> str:
+        Raises TimeoutError, naming one that has not.
+        """
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self.changed:
+            open_now = [each.handle for each in self._ledger.open_saves]
+        for save in open_now:
+            save.await_end(None if until_s is None else max(0.0, until_s - time.monotonic()))
+
+    def _told(self, save_ids: Collection[str]) -> str:
         """Return in words how far those of these saves are that have not ended."""
         with self.changed:
             return ", ".join(

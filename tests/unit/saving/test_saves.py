@@ -23,6 +23,7 @@ from milepost.wire.messages import (
     Ending,
     LayoutReady,
     SaveRef,
+    Skipped,
     SlotFreed,
     Staged,
     Unable,
@@ -111,14 +112,14 @@ def test_an_image_that_is_complete_is_told_and_its_slot_held_until_the_daemon_is
     assert (ref, "a", "/shm/a", 1) == (said.save, said.layout_id, said.arena, said.slot)
     assert isinstance(said, Staged)
     assert (ref.save_id,) == bench.slots.held
-    assert "step 10 is staged" == bench.saves.told(bench.slots.held)
+    assert "step 10 is staged" == bench.saves._told(bench.slots.held)
     bench.saves.heard(committed(ref))
     assert slot.is_released
     assert [ref.save_id] == bench.session.settled
     assert (10, Path("/r/s"), 5, 0.5) == (
         (found := save.wait(0)).step, found.path, found.bytes, found.elapsed_s
     )  # fmt: skip
-    assert [] == bench.saves.under_way()
+    bench.saves.await_ends(0)
 
 
 def test_an_image_that_nobody_wants_any_more_gives_its_slot_back_at_once() -> None:
@@ -219,8 +220,37 @@ def test_an_abort_is_a_word_to_the_daemon() -> None:
 def test_what_was_opened_for_a_layout_ends_without_a_trace() -> None:
     bench = Bench(is_raising=True)
     ref, save = bench.saves.open(0, "prepare", is_plan_only=True)
-    assert [save] == bench.saves.under_way()
+    with pytest.raises(TimeoutError, match="save 3-1 of step 0"):
+        bench.saves.await_ends(0)
     bench.saves.close_plan(ref)
+    bench.saves.await_ends(0)
     assert "skipped" == save.phase
     assert [ref.save_id] == bench.session.settled
     assert [] == bench.saves.take_failures()
+
+
+def test_what_an_interrupted_call_has_left_is_given_up_and_nothing_else() -> None:
+    bench = Bench()
+    staged, _ = bench.saves.open(10, "step_10")
+    bench.staged(staged)
+    left, handle = bench.saves.open(20, "step_20")
+    bench.session.said.clear()
+    bench.saves.give_up_left()
+    (said,) = bench.session.said
+    assert (left, "aborted") == (said.save, said.cause.code)
+    assert "failed" == handle.phase
+    assert not bench.saves.is_over(staged)
+
+
+def test_without_a_free_slot_a_save_that_may_not_wait_is_skipped_by_the_daemons_word() -> None:
+    bench = Bench()
+    for step in (10, 20):
+        bench.staged(bench.saves.open(step, f"step_{step}")[0])
+    ref, handle = bench.saves.open(30, "step_30")
+    assert not bench.saves.take_turn(ref, may_wait=False)
+    said = bench.session.said[-1]
+    assert isinstance(said, Skipped)
+    assert "has all 2 slots in use: step 10 is staged, step 20 is staged" in said.reason
+    assert not handle.done()
+    bench.saves.give_up_left()
+    assert not handle.done()

@@ -1,0 +1,105 @@
+"""This run's right to its root: what rank 0 claims and checks there, for all ranks.
+
+Owns the job's claim on the root. It must not know of saves that are under way, nor of daemons.
+One thread at a time, but for `close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Final
+
+from milepost.advice import tell_branch
+from milepost.errors import Rejected, StorageError
+from milepost.storage.claims import Ownership, check_ours, find_other
+from milepost.storage.root import Root
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from milepost.wire.messages import SaveRef
+
+log = logging.getLogger("milepost")
+
+UNWRITABLE: Final = frozenset({"permission", "read-only"})
+"""Codes of a root that others may write to."""
+
+
+class RootAccess:
+    """The root as one rank may use it. On ranks but 0 every check passes: rank 0 makes it for all.
+
+    Args:
+        path: the root.
+        is_first: whether this is rank 0.
+        overwrite: whether directories that milepost did not write may be replaced.
+    """
+
+    def __init__(self, path: Path, *, is_first: bool, overwrite: bool) -> None:
+        self._path = path
+        self._is_first = is_first
+        self._overwrite = overwrite
+        self._ownership: Ownership | None = None
+        """The claim, from the first save or `prepare()` on."""
+        self._is_begun = False
+        """Whether something was loaded or saved."""
+
+    def enter(self, name: str) -> tuple[str, int]:
+        """Make the root; return the job's name on the wire and its next attempt.
+
+        The name ends with the root's identity: two roots are two jobs to a daemon, also if one
+        launcher runs both, or one is the other deleted and made again.
+        """
+        root = Root(self._path)
+        root.prepare()
+        job = f"{name}@{root.identity()}"
+        other = find_other(root, job)
+        if other:
+            log.warning("%s: load() works, prepare() and save() are refused meanwhile", other)
+        return job, root.claim_attempt(name)
+
+    def enter_or_read(self, name: str) -> tuple[str, int]:
+        """Enter the root, or return attempt 0 for one that can be read and not written to."""
+        try:
+            return self.enter(name)
+        except StorageError as error:
+            if error.code not in UNWRITABLE or not os.access(self._path, os.R_OK | os.X_OK):
+                raise
+            log.info("load() works, prepare() and save() are refused for now: %s", error.message)
+            return name, 0
+
+    def enter_late(self, name: str) -> tuple[str, int]:
+        """Enter the root before the first save. Raises Rejected if it cannot be written to."""
+        try:
+            return self.enter(name)
+        except StorageError as error:
+            hint = "load() works; save to a root that can be written to"
+            raise Rejected(error.code, error.message, hint) from error
+
+    def claim(self, job: str) -> None:
+        """Claim the root for this job. Raises Rejected("root-locked")."""
+        if self._is_first and self._ownership is None:
+            self._ownership = Ownership.take(Root(self._path), job)
+
+    def check(self, ref: SaveRef, attempt: int) -> None:
+        """Claim the root for a save, and refuse to replace a directory that milepost did not write.
+
+        Raises Rejected("root-locked"), UsageError("already-committed").
+        """
+        if not self._is_first:
+            return
+        self.claim(ref.job)
+        if not self._overwrite:
+            check_ours(self._path / ref.name)
+        if not self._is_begun:
+            self._is_begun = True
+            tell_branch(Root(self._path), ref.step, attempt)
+
+    def note_load(self) -> None:
+        """Note that the run goes on from a checkpoint."""
+        self._is_begun = True
+
+    def close(self) -> None:
+        """Give the claim up. Idempotent."""
+        if self._ownership is not None:
+            self._ownership.close()
