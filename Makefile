@@ -19,9 +19,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/milepost demo
 
-# The cheapest folders first: unit, simulation, integration, faults.
+# The cheapest folders first: unit, simulation, integration, faults. PYTEST: options of its own.
 test: setup
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests $(PYTEST)
 
 # A minute: the unit tests and a small simulation.
 quick: setup
