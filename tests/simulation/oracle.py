@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from milepost.errors import CODES
-from milepost.wire.messages import Keep
+from milepost.wire.messages import Keep, SaveRef
 from milepostd.core.commands import Log
 from milepostd.core.events import AnyEvent
 from milepostd.core.invariants import broken_invariants
@@ -232,16 +232,22 @@ class Oracle:
                     f"{handle.phase} after {age_s:.0f} s, more than {self.handle_s_max:.0f} s"
                 )
 
-    def watch_slot(self, trainer: Trainer, save_id: str, quiet: int = 0) -> None:
-        """The save has ended: its slot comes back once nobody reads it and the daemon is there."""
-        slot, daemon = trainer.held.get(save_id), trainer.machine.daemon
+    def watch_slot(self, trainer: Trainer, save: SaveRef, quiet: int = 0) -> None:
+        """The save has ended: its slot comes back once nobody reads it, and the daemon is there and
+        has ended the save, too. One that was restarted may have taken it up again.
+        """
+        slot, daemon = trainer.held.get(save.save_id), trainer.machine.daemon
         if slot is None:
             return
-        is_well = daemon is not None and not daemon.is_stopped and not slot.readers
-        quiet = quiet + 1 if is_well and trainer.session.joined is not None else 0
+        is_well = trainer.session.joined is not None and not slot.readers
+        if is_well and daemon is not None and not daemon.is_stopped:
+            role = daemon.node_core.saves.participations.get((save.job, save.save_id))
+            quiet = quiet + 1 if role is None or role.has_ended else 0
+        else:
+            quiet = 0
         if quiet == SLOT_LOOKS_MAX:
-            self.be_late(f"rank {trainer.rank} never gets the slot of {save_id} back")
-        self.world.after(SLOT_LOOK_S, trainer, self.watch_slot, trainer, save_id, quiet)
+            self.be_late(f"rank {trainer.rank} never gets the slot of {save.save_id} back")
+        self.world.after(SLOT_LOOK_S, trainer, self.watch_slot, trainer, save, quiet)
 
     # --- the directory
 

@@ -149,7 +149,7 @@ class Trainer(Life):
             self.oracle.fail(f"the handle of rank {self.rank} for {handle.save.save_id} ends twice")
         handle.phase, handle.cause = phase, cause
         self.oracle.ended(handle)
-        self.oracle.watch_slot(self, handle.save.save_id)
+        self.oracle.watch_slot(self, handle.save)
 
     def _free_slot(self, save_id: str, *, is_forced: bool) -> None:
         slot = self.held.pop(save_id, None)
