@@ -41,7 +41,9 @@ def note_made(saver: Saver) -> None:
     on.
     """
     for other in list(_made):
-        if not other.is_closed and (other.root, other.rank) == (saver.root, saver.rank):
+        if other is saver or other.is_closed:
+            continue
+        if (other.root, other.rank) == (saver.root, saver.rank):
             log.warning(
                 "%r supersedes the one of attempt %d, which is still open in this process, and "
                 "whose saves fail from now on: close() it first, or use one for all",
@@ -62,6 +64,29 @@ def tell_branch(root: Root, step: int, attempt: int) -> None:
             "keep= the old ones go in turn; ck.load(state) before the loop resumes",
             root.path, entries[0].step, step,
         )  # fmt: skip
+
+
+class FirstSave:
+    """Tells once what the first save paid that `prepare` would have paid ahead.
+
+    Args:
+        is_telling: False on ranks that leave it to another one.
+    """
+
+    def __init__(self, *, is_telling: bool) -> None:
+        self._is_telling = is_telling
+        self.was_prepared = False
+        """Whether a preparation was completed, for whatever structure."""
+
+    def paid(self, planned_s: float, copied_s: float | None) -> None:
+        """Tell what a save has paid that had to plan. Only the first one is told."""
+        if self._is_telling:
+            tell_unprepared(planned_s, copied_s, was_prepared=self.was_prepared)
+        self.pass_by()
+
+    def pass_by(self) -> None:
+        """Note that the first save is past."""
+        self._is_telling = False
 
 
 def tell_unprepared(planned_s: float, copied_s: float | None, *, was_prepared: bool) -> None:

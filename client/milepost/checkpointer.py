@@ -5,12 +5,12 @@ a layout if not, take a free slot, copy, tell the daemon. Everything after that 
 what the daemon says arrives on the connection's thread and ends the handles. Neither a save nor a
 load calls a collective, and no process group is made.
 
-Threads: public methods may be called from any thread, and take turns; handles are safe anywhere.
+Threads: public methods may be called from any thread; `save`, `prepare` and `load` take turns.
+Handles are safe anywhere.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from milepost.advice import note_made, tell_unprepared
+from milepost.advice import FirstSave, note_made
 from milepost.concurrency.collector import collect_now, collector_paused
 from milepost.concurrency.turns import Turn, in_turn
 from milepost.concurrency.waiting import check_timeout
@@ -28,7 +28,7 @@ from milepost.errors import MilepostError, Rejected, UsageError
 from milepost.handle import Save
 from milepost.link.connection import fetch_status
 from milepost.link.preemption import PreemptionFlag
-from milepost.link.rendezvous import Group, Introduction, Meeting, join_group, meet, tell_all
+from milepost.link.rendezvous import Group, Introduction, Meeting, join_group
 from milepost.link.run_dir import default_run_dir
 from milepost.link.session import JOIN_S, Session
 from milepost.options import (
@@ -45,6 +45,7 @@ from milepost.options import (
 from milepost.reading.choice import Loaded, load_chosen
 from milepost.reading.restore import LoadOptions, LoadReport
 from milepost.saving.access import RootAccess
+from milepost.saving.attempts import JobAttempts
 from milepost.saving.planning import Planning
 from milepost.saving.preparation import Preparation
 from milepost.saving.saves import Handover, Saves
@@ -154,35 +155,28 @@ class Checkpointer:
         self._access = RootAccess(self.root, is_first=self.rank == 0, overwrite=overwrite)
 
         self._preemption = PreemptionFlag(self._join, self._session.send)
-        self._turn = Turn()
-        """Of the thread that is in `save`, `prepare` or `load`."""
         self._pid = os.getpid()
-        self._is_closed = False
+        self._turn = Turn()
+        """Of the thread that is in `save`, `prepare` or `load`. Only that one changes what follows,
+        and `job` and `attempt`; others read a field at most. What is above never changes."""
         self._preparation: Preparation | None = None
         """The one that is under way."""
-        self._is_prepared = False
-        self._has_planned = False
-        """Whether a save has had its plan, and what it paid for it was told."""
+        self._first_save = FirstSave(is_telling=self.rank == 0)
         self._loads = 0
-
-        self._name = job_name(job, self.root)
-        self._claims = 0
-        """How often an attempt was claimed late."""
+        self._is_closed = False
+        """Changed by any thread, under the lock of `_saves`."""
+        name = job_name(job, self.root)
+        self._attempts = JobAttempts(name, self._group, self._access, self._deadline_s)
         try:
             self.node: NodeRef = self._session.open().node
-            self._meeting: Meeting = meet(
-                self._group,
-                Introduction(self.node, str(self.root), self._name, str(torch.__version__)),
-                lambda: self._access.enter_or_read(self._name),
+            self._meeting: Meeting = self._attempts.meet(
+                Introduction(self.node, str(self.root), name, str(torch.__version__))
             )
         except BaseException:
             self._session.close()
             raise
-        self.job, self.attempt = self._meeting.job, self._meeting.attempt
         self._slots_count = slots
-        self._begin_attempt(self.attempt)
-        if self.attempt:
-            note_made(self)
+        self._begin_attempt()
         self._staging.arm()
 
     def __enter__(self) -> Checkpointer:
@@ -204,36 +198,25 @@ class Checkpointer:
     def __repr__(self) -> str:
         return f"<Checkpointer rank {self.rank} of {self.world}, job {self.job}, root {self.root}>"
 
-    def _begin_attempt(self, attempt: int) -> None:
-        """Go on as this attempt of the job; nothing is under way."""
-        self.attempt = attempt
-        stager = Stager(self.job, attempt, self.rank, slots=self._slots_count)
+    def _begin_attempt(self) -> None:
+        """Go on as the present attempt of the job; nothing is under way."""
+        self.job, self.attempt = self._attempts.job, self._attempts.number
         slots = Slots(
-            stager,
+            Stager(self.job, self.attempt, self.rank, slots=self._slots_count),
             self._saves.changed,
             count=self._slots_count,
             timeout_s=self._deadline_s,
             who=self,
         )
-        self._saves.begin(self.job, attempt, slots)
-
-    def _claim_late(self) -> Rejected | None:
-        """Claim an attempt, if there is none yet; return why there still is none, on all ranks."""
+        self._saves.begin(self.job, self.attempt, slots)
         if self.attempt:
-            return None
-        self._claims += 1
+            note_made(self)
 
-        def claim() -> bytes:
-            return json.dumps(self._access.enter_late(self._name)).encode()
-
-        try:
-            told = tell_all(self._group, f"claim/{self._claims}", claim, self._deadline_s)
-        except Rejected as error:
-            return error
-        self.job, attempt = json.loads(told)
-        self._begin_attempt(attempt)
-        note_made(self)
-        return None
+    def _claim_late(self) -> None:
+        """Begin an attempt, if there is none yet. Raises Rejected if there still is none."""
+        if not self.attempt:
+            self._attempts.claim_late()
+            self._begin_attempt()
 
     # --- the daemon
 
@@ -293,9 +276,7 @@ class Checkpointer:
         """
         self._check_open()
         self._settle()
-        unclaimed = self._claim_late()
-        if unclaimed is not None:
-            raise unclaimed
+        self._claim_late()
         preparation = Preparation(
             self._saves,
             self._planning,
@@ -319,9 +300,9 @@ class Checkpointer:
     def _finish_preparing(self) -> None:
         """Wait for a preparation in the background."""
         if self._preparation is not None:
-            # Forgotten afterwards only: if this wait is interrupted, the next call waits again.
+            # Forgotten only once it is over: docs/design/0010-interrupts.md.
             self._preparation.join()
-            self._is_prepared |= self._preparation.is_complete
+            self._first_save.was_prepared |= self._preparation.is_complete
         self._preparation = None
 
     def _settle(self) -> None:
@@ -372,12 +353,11 @@ class Checkpointer:
         step = check_step(step)
         name = directory_name(step, checkpoint_id)
         check_repeated(name, self._saves.taken_by(name), overwrite=self._overwrite)
-        unclaimed = self._claim_late()
+        try:
+            self._claim_late()
+        except Rejected as error:
+            return self._saves.refuse(step, name, error)
         ref, save = self._saves.open(step, name)
-        if unclaimed is not None:
-            self._saves.give_up(ref, unclaimed)
-            self._session.settle(ref.save_id)
-            return save
         try:
             with collector_paused():
                 self._fill(ref, save, state, per_rank)
@@ -425,10 +405,10 @@ class Checkpointer:
             slot, planned_s = self._saves.slots.take(), time.monotonic()
             listener = Handover(self._saves, ref, save)
             is_complete = filling.fill(stager, slot, ref, placed.objects, listener)
-        if not is_planned and not self._has_planned and self.rank == 0:
+        if not is_planned:
             copied_s = time.monotonic() - planned_s if is_complete else None
-            tell_unprepared(planned_s - started_s, copied_s, was_prepared=self._is_prepared)
-        self._has_planned = True
+            self._first_save.paid(planned_s - started_s, copied_s)
+        self._first_save.pass_by()
 
     # --- what is there
 
@@ -502,17 +482,11 @@ class Checkpointer:
 
     def _resume(self, loaded: Loaded) -> None:
         """Go on from a checkpoint: what this attempt has saved beyond it is history from now on."""
-
-        def number() -> bytes:
-            if self._saves.last_step > loaded.report.step:
-                return str(Root(self.root).claim_attempt(self.job)).encode()
-            return str(self.attempt).encode()
-
-        told = tell_all(self._group, f"load/{self._loads}/attempt", number, self._deadline_s)
-        if int(told) != self.attempt:
+        is_beyond = self._saves.last_step > loaded.report.step
+        if self._attempts.branch(f"load/{self._loads}/attempt", is_needed=is_beyond):
             # Arenas carry their attempt's number, and those of earlier ones are swept away.
             self._saves.slots.close(unlink=True)
-            self._begin_attempt(int(told))
+            self._begin_attempt()
         self._saves.resume(loaded.report.step, loaded.name)
 
     @property

@@ -53,6 +53,10 @@ class Save:
         guard_s: how long the guard kept it after that, with `staging="overlap"`.
     """
 
+    # `_changed` guards every field that changes, but for `stall_s`, which `save()` sets before it
+    # returns the handle. `phase`, `done()` and what is told of an end are read without it: a read
+    # is one step, `_phase` is set last, and it never changes after an end.
+
     def __init__(self, step: int, name: str, save_id: str, abort: Callable[[], None]) -> None:
         self.step = step
         self.name = name
@@ -161,7 +165,8 @@ class Save:
         with self._changed:
             if self.done():
                 return
-            self._checkpoint, self._cause, self._phase = checkpoint, cause, phase
+            self._checkpoint, self._cause = checkpoint, cause
+            self._phase = phase
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
         for function in callbacks:

@@ -376,7 +376,7 @@ class Ledger(Generic[H]):
         is_told = is_raised or ref.is_plan_only or outcome is Ending.SKIPPED
         if self._is_raising and not is_told:
             self._failures.append(save.handle)
-        # Last, so that an interrupt before it leaves a save that can be ended again.
+        # Last: docs/design/0010-interrupts.md.
         del self._open[ref.save_id]
         decisions.append(EndUncommitted(save.handle, ref, outcome, cause, is_logged=not is_told))
         return decisions

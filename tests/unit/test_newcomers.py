@@ -180,6 +180,9 @@ def test_a_second_checkpointer_of_a_root_names_the_first(
     advice.note_made(second)
     assert "attempt 3" in caplog.text
     caplog.clear()
+    first.is_closed = True
+    advice.note_made(second)
+    assert [] == caplog.messages, "one that goes on as another attempt supersedes nobody"
     first.is_closed = second.is_closed = True
     advice.note_made(third)
     assert [] == caplog.messages
@@ -199,6 +202,20 @@ def test_a_first_save_tells_what_it_paid_and_how_to_avoid_it(
     assert "2.0 s" in caplog.messages[1]
     assert "3.5 s" in caplog.messages[1]
     assert "ck.prepare(state)" in caplog.messages[1]
+
+
+def test_only_the_first_save_tells_what_it_paid_and_only_if_it_had_to_plan(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = advice.FirstSave(is_telling=True)
+    with caplog.at_level(logging.INFO, "milepost"):
+        first.paid(2.0, 3.5)
+        first.paid(2.0, 3.5)
+        prepared = advice.FirstSave(is_telling=True)
+        prepared.pass_by()
+        prepared.paid(2.0, 3.5)
+        advice.FirstSave(is_telling=False).paid(2.0, 3.5)
+    assert 1 == len(caplog.messages)
 
 
 def test_a_root_tells_which_living_job_has_it(tmp_path: Path) -> None:

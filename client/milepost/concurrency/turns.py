@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from milepost.errors import UsageError
 
 
 class Shared(Protocol):
-    """What is used by several threads."""
+    """An object that several threads use."""
 
     @property
     def _turn(self) -> Turn:
@@ -20,37 +19,35 @@ class Shared(Protocol):
 
 
 class Turn:
-    """A lock that tells its holder that it has it."""
+    """Whose turn it is: a lock that refuses the thread that has it.
+
+    What a signal handler raises in a call leaves the turn free, wherever it comes
+    (docs/design/0010-interrupts.md): no lock is taken in Python code, and no generator is left
+    that would hold one for as long as somebody keeps the traceback.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._in = ""
+        self.lock = threading.RLock()
+        self.holder = ""
+        """The method whose turn it is; guarded by `lock`."""
 
     @property
     def is_free(self) -> bool:
         """Whether nobody has it at this moment."""
-        return not self._in
+        return not self.holder
 
-    @contextlib.contextmanager
-    def taken(self, what: str) -> Iterator[None]:
-        """Wait for the turn, and keep it meanwhile.
+    def refuse_nested(self, method: str) -> None:
+        """Refuse a call within another one; the lock is held, so both are of this thread.
 
-        Raises UsageError if this thread has it: a signal handler that runs in the middle of one
-        call must not make another.
+        Raises UsageError("nested-call"): a signal handler that runs in the middle of one call must
+        not make another.
         """
-        with self._lock:
-            if self._in:
-                raise UsageError(
-                    "nested-call",
-                    f"{what}() was called within {self._in}() by the same thread",
-                    "let a signal handler note the signal, or use ck.preempted, and save in the "
-                    "loop",
-                )
-            try:
-                self._in = what
-                yield
-            finally:
-                self._in = ""
+        if self.holder:
+            raise UsageError(
+                "nested-call",
+                f"{method}() was called within {self.holder}() by the same thread",
+                "let a signal handler note the signal, or use ck.preempted, and save in the loop",
+            )
 
 
 S = TypeVar("S", bound=Shared)
@@ -60,10 +57,17 @@ R = TypeVar("R")
 
 def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Let threads that call such methods of one object wait for each other."""
+    name = method.__name__
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._turn.taken(method.__name__):
-            return method(self, *args, **kwargs)
+        turn = self._turn
+        with turn.lock:
+            turn.refuse_nested(name)
+            try:
+                turn.holder = name
+                return method(self, *args, **kwargs)
+            finally:
+                turn.holder = ""
 
     return call

@@ -87,7 +87,7 @@ class Session:
         self._on_message = on_message
         self._on_gone = on_gone
         self._changed = make_condition()
-        """Guards everything below."""
+        """Guards everything below; what is above never changes."""
         self._connection: Connection | None = None
         self._welcome: Welcome | None = None
         self._join: Join | None = None
@@ -108,7 +108,8 @@ class Session:
         Raises Unavailable or Rejected.
         """
         connection, welcome = self._say_hello()
-        before = self._welcome
+        with self._changed:
+            before = self._welcome
         if before is not None and welcome.node != before.node:
             connection.close()
             raise Rejected(
@@ -118,10 +119,21 @@ class Session:
                 "make a new Checkpointer on every rank",
             )
         with self._changed:
-            self._connection, self._welcome = connection, welcome
-            self._joined, self._has_left = None, False
-            self._refusal = None
+            is_closed = self._is_closed
+            if not is_closed:
+                self._connection, self._welcome = connection, welcome
+                self._joined, self._has_left = None, False
+                self._refusal = None
+        if is_closed:
+            # Closed meanwhile by another thread, which has not seen this connection.
+            connection.close()
+            raise Unavailable("daemon-lost", "the session was closed")
         return welcome
+
+    def _is_over(self) -> bool:
+        """Whether `close` was called."""
+        with self._changed:
+            return self._is_closed
 
     @property
     def node_id(self) -> str:
@@ -140,7 +152,7 @@ class Session:
             except Unavailable as error:
                 # An embedded daemon may have been about to end when it was found running.
                 waited_s = time.monotonic() - started_s
-                if waited_s > START_S or self._is_closed:
+                if waited_s > START_S or self._is_over():
                     raise Unavailable(
                         error.code,
                         f"no daemon answers in {self.run_dir} within {START_S:g} s"
@@ -155,7 +167,8 @@ class Session:
         """Return once the rank has its place at a running daemon.
 
         Args:
-            join: the same in every call, until the rank continues as another attempt.
+            join: the same in every call, until the rank continues as a later attempt. A thread
+                that such a step has overtaken gets the place of the later one.
             timeout_s: how long to wait for a daemon that is away.
 
         Raises:
@@ -163,6 +176,8 @@ class Session:
             Rejected: the daemon refused the rank.
         """
         with self._changed:
+            if self._join is not None and join.attempt < self._join.attempt:
+                join = self._join
             self._join = join
             if self._has_place(join):
                 return
@@ -308,13 +323,14 @@ class Session:
                 log.warning("the daemon in %s is back", self.run_dir)
                 return None
             except Rejected as error:
+                refusal = Cause(error.code, error.message, error.hint)
                 with self._changed:
                     if self._join != join:
                         continue  # The rank has begun another attempt meanwhile.
-                    self._refusal = Cause(error.code, error.message, error.hint)
-                return self._refusal
+                    self._refusal = refusal
+                return refusal
             except MilepostError as error:
-                if time.monotonic() > until_s or self._is_closed:
+                if time.monotonic() > until_s or self._is_over():
                     return Cause(
                         "daemon-lost",
                         f"the daemon in {self.run_dir} has been away for {RESTORE_S:g} s: "

@@ -76,6 +76,10 @@ class RootAccess:
             hint = "load() works; save to a root that can be written to"
             raise Rejected(error.code, error.message, hint) from error
 
+    def claim_attempt(self, job: str) -> int:
+        """Claim a further attempt of the job. Raises StorageError."""
+        return Root(self._path).claim_attempt(job)
+
     def claim(self, job: str) -> None:
         """Claim the root for this job. Raises Rejected("root-locked")."""
         if self._is_first and self._ownership is None:

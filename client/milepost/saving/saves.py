@@ -85,14 +85,15 @@ class Saves:
         is_raising: failures are kept until `take_failures`.
 
     Attributes:
-        changed: guards the ledger and who holds which slot. Notified whenever a save has ended, a
-            layout has come or a slot is free.
+        changed: guards the ledger, which slots these are, and who holds them. Notified whenever a
+            save has ended, a layout has come or a slot is free.
     """
 
     def __init__(self, session: Session, rank: int, *, is_raising: bool) -> None:
         self._session = session
         self._rank = rank
         self.changed = make_condition()
+        # Guarded by it; what is above never changes.
         self._ledger: Ledger[Save] = Ledger(is_raising=is_raising)
         self._slots: Slots | None = None
 
@@ -169,9 +170,16 @@ class Saves:
         is_raised = isinstance(error, UsageError)
         self._decide(lambda ledger: ledger.give_up(ref.save_id, cause, is_raised=is_raised))
 
+    def refuse(self, step: int, name: str, error: MilepostError) -> Save:
+        """Return the handle of a save that has failed before any daemon could hear of it."""
+        ref, save = self.open(step, name)
+        self.give_up(ref, error)
+        self._session.settle(ref.save_id)
+        return save
+
     def give_up_left(self) -> None:
-        """Give up what a call has opened and left to nobody, since it was interrupted where nothing
-        could be done about it. Only while no call is under way, nor a copy.
+        """Give up the saves that an interrupted call has opened and left to nobody
+        (docs/design/0010-interrupts.md). Only while no call is at work, and no copy.
         """
         with self.changed:
             left = self._ledger.in_hand
@@ -283,5 +291,6 @@ class Saves:
     @property
     def slots(self) -> Slots:
         """The slots of the present attempt."""
-        assert self._slots is not None
-        return self._slots
+        with self.changed:
+            assert self._slots is not None
+            return self._slots

@@ -132,7 +132,7 @@ class BehindStaging(Staging):
     def start(self, copy: Copy) -> None:
         """Begin a copy. The last one has ended."""
         copy.begin()
-        # First of all, since the thread may have run before `start` returns, or is interrupted.
+        # Noted first (docs/design/0010-interrupts.md); the thread may even be done before `start`.
         self._copy = copy
         try:
             copy.start(self._executor)
@@ -157,8 +157,8 @@ class BehindStaging(Staging):
 
     def settle(self) -> None:
         """Return once no copy is under way, and what came of the last one was told."""
-        # Forgotten afterwards only: another thread's step must find it meanwhile, and so must the
-        # next call if this one is interrupted. See docs/design/0010-interrupts.md.
+        # Forgotten only once it is over: another thread's step must find it meanwhile, and so must
+        # the next call after an interrupt (docs/design/0010-interrupts.md).
         if self._copy is not None:
             self._copy.join()
         self._copy = None

@@ -198,12 +198,13 @@ class Copy:
         self._on_waited = on_waited
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        """Taken to begin, and to see to it that nothing begins."""
-        self._is_given = False
+        """Guards the two below: either the copy begins, or it is cancelled."""
         self._is_running = False
         self._is_cancelled = False
+        self._is_given = False
+        """Set once, by the trainer's thread; read by any, as `_is_running` is."""
         self._thread = 0
-        """The one that copies."""
+        """The one that copies; set once, by itself."""
         self._copied = threading.Event()
         """All work was given to the queues; in host memory that means: done."""
         self._ended = threading.Event()

@@ -37,7 +37,9 @@ class Slots:
         timeout_s: how long a call waits.
         who: the waiting rank, for the log.
 
-    Threads: `hold` and `free` are for any thread, the rest for one at a time.
+    Threads: `hold`, `free`, `held` and `lose` are for any thread, the rest for one at a time.
+    `changed` guards `_held` and `_is_lost`; only that one thread uses `stager` and `_is_doubtful`;
+    the other fields never change.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class Slots:
         self._who = who
         self._held: dict[str, Slot] = {}
         self._is_lost = False
+        """Somebody took the file of the arena away."""
         self._is_doubtful = False
+        """A call is at work, or was interrupted there."""
 
     # --- who holds what
 
@@ -154,14 +158,15 @@ class Slots:
 
     def lose(self) -> None:
         """Note that somebody took the arena's file away: the next save gets a new one."""
-        self._is_lost = True
+        with self._changed:
+            self._is_lost = True
 
     @contextlib.contextmanager
     def at_work(self, is_over: Callable[[], bool]) -> Iterator[Stager]:
-        """Give the stager to a save, after what the last one may have left was mended.
+        """Give the stager to a save. It starts over if the last one was interrupted, which may have
+        left anything half done (docs/design/0010-interrupts.md).
 
-        An exception that is none of ours (a signal handler's, say) may have gone through anywhere
-        and left anything half done: then the next save starts over. Raises Rejected("busy").
+        Raises Rejected("busy").
         """
         self._mend(is_over)
         self._is_doubtful = True
@@ -180,9 +185,9 @@ class Slots:
             if self.held:
                 raise Rejected("busy", f"earlier images are still read after {self._timeout_s:g} s")
             self.stager.abandon()
-            self._is_lost = False
-        if self._is_lost:
-            self._is_lost = False
+        with self._changed:
+            is_lost, self._is_lost = self._is_lost, False
+        if is_lost:
             self.stager.renew()
 
     def close(self, *, unlink: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from milepost.errors import Rejected
+from milepost.errors import Rejected, Unavailable
 from milepost.link.session import Session
 from milepost.wire.messages import (
     Cause,
@@ -52,6 +52,7 @@ class Line:
         self.on_message = on_message
         self.lose = on_lost
         self.asked: list[int] = []
+        self.is_closed = False
         daemon.lines.append(self)
 
     def open(self, timeout_s: float) -> Welcome:
@@ -71,7 +72,7 @@ class Line:
         threading.Thread(target=self.on_message, args=(message,)).start()
 
     def close(self) -> None:
-        pass
+        self.is_closed = True
 
 
 @pytest.fixture
@@ -124,3 +125,22 @@ def test_that_an_earlier_attempt_was_refused_does_not_refuse_the_next(
         session.ensure(place(1))
     session.ensure(place(2))
     assert [[1, 2]] == daemon.asked
+
+
+def test_a_thread_that_a_later_attempt_has_overtaken_gets_the_place_of_that_one(
+    session: Session, daemon: Daemon
+) -> None:
+    session.ensure(place(2))
+    session.ensure(place(1))
+    restore(session, daemon)
+    assert [[2], [2]] == daemon.asked
+
+
+def test_a_session_that_is_closed_while_a_daemon_is_looked_for_keeps_no_connection(
+    session: Session, daemon: Daemon
+) -> None:
+    session.close()
+    with pytest.raises(Unavailable, match="was closed"):
+        session.open()
+    assert daemon.lines[-1].is_closed
+    assert session._connection is None
