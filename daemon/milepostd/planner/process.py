@@ -97,8 +97,11 @@ class _Child:
             reason = error.message
         finally:
             self.is_gone = True
-            self.kill()
+            was_killed = self.kill()
             self._answer_pending(reason)
+            if was_killed:
+                # On a busy machine torch may take seconds to leave; nobody else waits for the end.
+                await self._exit_reason()
 
     async def _exit_reason(self) -> str:
         """Return how the process ended, in words. Waits at most `_EXIT_S`.
@@ -111,11 +114,13 @@ class _Child:
             return "it closed its answers"
         return f"signal {-status}" if status < 0 else f"exit status {status}"
 
-    def kill(self) -> None:
-        """Kill the process, unless it has ended."""
-        if self.process.returncode is None:
-            with suppress(ProcessLookupError):
-                self.process.kill()
+    def kill(self) -> bool:
+        """Kill the process, unless it has ended; return whether that was needed."""
+        if self.process.returncode is not None:
+            return False
+        with suppress(ProcessLookupError):
+            self.process.kill()
+        return True
 
     def _answer_pending(self, reason: str) -> None:
         """Fail all pending calls: nothing else will answer them."""

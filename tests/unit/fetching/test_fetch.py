@@ -68,7 +68,10 @@ def values(size: Box, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    # A tensor of one element counts as contiguous whatever its strides are, and keeps them.
+    own = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    own.view(tensor.shape).copy_(tensor)
+    return own.view(torch.uint8).numpy().tobytes()
 
 
 def stored_as(data: torch.Tensor, how: str) -> torch.Tensor:
