@@ -98,10 +98,9 @@ def test_make_targets_that_a_page_names_exist(path: Path) -> None:
 
 def test_the_architecture_page_names_every_source_file_of_both_packages() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
-    folders = [
-        *(ROOT / "client/milepost").glob("*.py"),
-        *(ROOT / "client/milepost/format").glob("*.py"),
+    sources = [
+        *(ROOT / "client/milepost").rglob("*.py"),
         *(ROOT / "daemon/milepostd").rglob("*.py"),
     ]
-    names = {path.stem for path in folders} - {"__init__", "__main__"}
+    names = {path.stem for path in sources} - {"__init__", "__main__"}
     assert [] == [name for name in sorted(names) if not re.search(rf"\b{name}\b", text)]
