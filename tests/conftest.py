@@ -5,6 +5,7 @@ machines are noisy.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -17,6 +18,11 @@ pytest.register_assert_rewrite("tests.faults", "tests.integration", "tests.simul
 
 settings.register_profile("milepost", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("milepost")
+
+# A shell starts what it puts in the background with Ctrl-C ignored, and children inherit that. The
+# tests that interrupt a command would then wait for nothing.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FOLDERS: Final = ("unit", "simulation", "integration", "faults")
 """The cheapest first: what is simply wrong is told within a minute."""
