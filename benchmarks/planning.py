@@ -97,7 +97,7 @@ def plan(folder: Path, ranks: int, tensors: int) -> Planned:
         ask = _Asking(child)
         ask(Warm(call=0))
         began_s = time.perf_counter()
-        made = ask(PlanWanted(call=1, job=JOB, reports=take().reports))
+        made = ask(PlanWanted(call=1, job=JOB, attempt=1, reports=take().reports))
         assert isinstance(made, PlanReady), made
         coordinator.plan_made(save, made.layouts)
         plan_s = time.perf_counter() - began_s

@@ -101,6 +101,8 @@ class Checkpointer:
         optimizer: with "overlap", the torch optimizer of the state that is saved, or several.
         deadline_s: how long one save may take, all stages together, from its first word at the
             daemon; a `save()` that has to wait for a slot waits as long at most before that.
+        check_replicas: when ranks hold different values under one key, "warn" in the log, once for
+            each key; "raise": fail the save; "off": do not compare. See docs/errors.md.
 
     Raises:
         UsageError: an argument is wrong, or ranks disagree.
@@ -122,8 +124,19 @@ class Checkpointer:
         staging: Literal["blocking", "overlap"] = "blocking",
         optimizer: Optimizers | None = None,
         deadline_s: float = 600.0,
+        check_replicas: Literal["warn", "raise", "off"] = "warn",
     ) -> None:
-        check_options(on_busy, on_failure, staging, slots, deadline_s, keep, planner, overwrite)
+        check_options(
+            on_busy,
+            on_failure,
+            staging,
+            slots,
+            deadline_s,
+            keep,
+            planner=planner,
+            overwrite=overwrite,
+            check_replicas=check_replicas,
+        )
         self._staging = make_staging(staging, optimizer, planner)
         self.root = find_root(root)
         self._may_wait = on_busy == "wait"
@@ -132,7 +145,7 @@ class Checkpointer:
         self._deadline_s = float(deadline_s)
         self._group: Group = join_group(process_group)
         self.rank, self.world = self._group.rank, self._group.world
-        self._reader = ContentReader(planner, self._group, self._deadline_s)
+        self._reader = ContentReader(planner, self._group, self._deadline_s, check_replicas)
 
         given = run_dir if run_dir is not None else os.environ.get("MILEPOST_RUN_DIR") or None
         self._run_dir = find_run_dir(default_run_dir(os.environ) if given is None else given)

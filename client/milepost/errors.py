@@ -19,7 +19,7 @@ CODES: Final[dict[str, str]] = {
     "unpicklable": "an object in the state cannot be pickled",
     "key-collision": "two entries of the state have the same flattened key",
     "key-conflict": "ranks disagree about what one key is",
-    "replicas-differ": "copies of one value differ between ranks; one of them is written",
+    "replicas-differ": "copies of one value differ between ranks, and one of them is written",
     "already-committed": "this step is a checkpoint already",
     "closed": "the checkpointer is closed",
     "nested-call": "a call was made within another one of the same thread",

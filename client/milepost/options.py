@@ -38,8 +38,10 @@ def check_options(
     keep: object,
     planner: object = None,
     overwrite: object = False,
+    check_replicas: object = "warn",
 ) -> None:
     """Refuse options that are none. Raises UsageError."""
+    check_choice("check_replicas", check_replicas, ("warn", "raise", "off"))
     check_choice("on_busy", on_busy, ("wait", "skip"))
     check_choice("on_failure", on_failure, ("warn", "raise"))
     check_choice("staging", staging, ("blocking", "overlap"))

@@ -148,7 +148,7 @@ class Save:
 
 
 async def plan(planner: Planner, *reports: RankReport) -> dict[int, RankLayout]:
-    made = await planner.make_plan("job", reports)
+    made = await planner.make_plan("job", 1, reports)
     assert isinstance(made, PlanReady), made
     return {layout.rank: layout for layout in made.layouts}
 
@@ -259,7 +259,7 @@ def test_a_killed_planner_comes_back_and_still_knows_its_layouts(tmp_path: Path)
         assert first is not None
         # Stopped, so that the call is surely pending when the process dies.
         os.kill(first, signal.SIGSTOP)
-        pending = asyncio.create_task(planner.make_plan("job", [ranks[0].report()]))
+        pending = asyncio.create_task(planner.make_plan("job", 1, [ranks[0].report()]))
         await asyncio.sleep(0)
         os.kill(first, signal.SIGKILL)
 
@@ -315,7 +315,7 @@ def test_a_planner_that_is_stuck_is_replaced(
         assert first is not None
         os.kill(first, signal.SIGSTOP)
         monkeypatch.setattr(planner_module, "ANSWER_S_MAX", 0.1)
-        stuck = await planner.make_plan("job", [])
+        stuck = await planner.make_plan("job", 1, [])
         monkeypatch.setattr(planner_module, "ANSWER_S_MAX", 50)
 
         await plan(planner, Rank(0).report(), Rank(1).report())
@@ -343,7 +343,7 @@ def test_ranks_that_staged_under_different_plans_make_one_checkpoint(tmp_path: P
         # Rank 0 has not staged what it left to rank 1, which now goes on without it.
         without = Rank(1)
         del without.values[1:3]
-        refused = await planner.make_plan("job", [staged, without.report()])
+        refused = await planner.make_plan("job", 1, [staged, without.report()])
         await planner.stop()
         assert isinstance(built, IndexReady), built
         assert isinstance(refused, Cause)
@@ -430,7 +430,7 @@ def test_signals_to_the_process_group_leave_the_planner_to_a_daemon_that_drains(
 
         await planner.stop()
         await planner.stop()
-        after = await planner.make_plan("job", [])
+        after = await planner.make_plan("job", 1, [])
 
         assert isinstance(after, Cause)
         assert after.code == "plan-failed"

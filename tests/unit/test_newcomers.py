@@ -53,6 +53,15 @@ def test_overwrite_is_true_or_false(overwrite: object) -> None:
         check_options(**GOOD, overwrite=overwrite)
 
 
+@pytest.mark.parametrize("check", [None, True, "", "fail"])
+def test_how_replicas_are_checked_is_one_of_three_words(check: object) -> None:
+    with pytest.raises(
+        UsageError, match=r"check_replicas is .*, not one of 'warn', 'raise', 'off'"
+    ):
+        check_options(**GOOD, check_replicas=check)
+    check_options(**GOOD, check_replicas="raise")
+
+
 @pytest.mark.parametrize("job", ["", "  ", *NO_TEXT])
 def test_a_job_that_would_break_a_line_of_the_log_is_refused(job: Any) -> None:
     with pytest.raises(UsageError, match=r"job is .*printable characters"):

@@ -14,7 +14,7 @@ from milepost.state.collecting import collect
 from milepost.state.fingerprint import Fingerprints
 from milepost.state.flattening import call_stateful, flatten, with_per_rank
 from milepost.state.items import Items
-from milepost.state.offering import make_offer, serialise_objects
+from milepost.state.offering import digests_of, make_offer, serialise_objects
 from milepost.state.planners import (
     FinalPlan,
     PlannerExchange,
@@ -53,10 +53,19 @@ class ContentReader:
         planner: the user's, or None.
         group: this rank's place among the others, with which a user's planner plans.
         timeout_s: how long to wait for the others.
+        check_replicas: as in `Offer`.
     """
 
-    def __init__(self, planner: SavePlanner | None, group: Group, timeout_s: float) -> None:
+    def __init__(
+        self,
+        planner: SavePlanner | None,
+        group: Group,
+        timeout_s: float,
+        check_replicas: str = "off",
+    ) -> None:
         self._planner = planner
+        # A rank that is alone has nothing to compare with.
+        self._check_replicas = check_replicas if group.world > 1 else "off"
         self._place = (group.world, group.rank)
         self._has_read = False
         self._fingerprints = Fingerprints()
@@ -121,11 +130,12 @@ class ContentReader:
             objects = content.objects or {}
             return make_final_offer(content.final, Resolved(content.items, objects)), objects
         objects = serialise_objects(content.items)
-        world, _ = self._place
+        is_compared = is_still and self._check_replicas != "off"
         offer = make_offer(
             content.items,
             objects,
-            with_digests=world > 1 and is_still,
+            digests=digests_of(content.items, objects) if is_compared else {},
+            check_replicas=self._check_replicas,
             to_lowest_rank=wants_lowest_rank(self._planner),
         )
         return offer, objects

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final
+from types import MappingProxyType
 
-import torch
 from isal import isal_zlib
 
 from milepost.dcp_format import container
 from milepost.format.nesting import pack_nesting
+from milepost.state.digests import TensorDigests, plain_digest
 from milepost.state.flattening import Paths
 from milepost.state.items import Items
 from milepost.state.tensors import dtype_names
 from milepost.wire.offers import Kind, Offer
-
-DIGEST_BYTES_MAX: Final = 64 << 10
-"""Replicas on the CPU up to this size get a digest; reading larger ones costs more than the finding
-is worth."""
 
 
 def serialise_objects(items: Items, chosen: Iterable[int] | None = None) -> dict[int, bytes]:
@@ -33,44 +29,23 @@ def serialise_objects(items: Items, chosen: Iterable[int] | None = None) -> dict
     }
 
 
-def _tensor_digests(items: Items) -> dict[int, int]:
-    """Return the CRC-32 of each small whole tensor on the CPU, over its elements in order."""
-    digests = {}
-    scratch = bytearray(DIGEST_BYTES_MAX)
-    base = torch.frombuffer(scratch, dtype=torch.uint8)
-    view = memoryview(scratch)
-    with torch.no_grad():
-        for item, kind in enumerate(items.kinds):
-            if kind != Kind.TENSOR or items.devices[item] != "cpu":
-                continue
-            source = items.sources[item]
-            nbytes = source.numel() * source.itemsize
-            if nbytes <= DIGEST_BYTES_MAX:
-                if nbytes:
-                    base[:nbytes].view(source.dtype).view(source.shape).copy_(source)
-                digests[item] = isal_zlib.crc32(view[:nbytes])
-    return digests
-
-
 def make_offer(
     items: Items,
     objects: Mapping[int, bytes],
     *,
-    with_digests: bool = True,
+    digests: Mapping[int, int] = MappingProxyType({}),
+    check_replicas: str = "off",
     to_lowest_rank: bool = False,
 ) -> Offer:
-    """Return what this rank tells the planner. Reads every small tensor, but is needed only once
-    for a structure.
+    """Return what this rank tells the planner.
 
     Args:
         items: of the state.
         objects: what `serialise_objects(items)` returned; they can be staged as they are.
-        with_digests: find replicas that differ; a rank that is alone needs none.
+        digests: of the items whose replicas are to be compared; see `digests_of`.
+        check_replicas: see `Offer.check_replicas`.
         to_lowest_rank: see `Offer.to_lowest_rank`.
     """
-    digests = _tensor_digests(items) if with_digests else {}
-    if with_digests:
-        digests |= {item: isal_zlib.crc32(data) for item, data in objects.items()}
     keys = items.keys
     is_tensor = [kind != Kind.OBJECT for kind in items.kinds]
     return Offer(
@@ -89,8 +64,27 @@ def make_offer(
         digests=tuple(digests.get(item, -1) for item in range(len(items))),
         paths=tuple(items.paths.get(key, (key,)) for key in keys),
         to_lowest_rank=to_lowest_rank,
+        check_replicas=check_replicas,
         nesting=pack_nesting(items.paths.nesting()) if isinstance(items.paths, Paths) else b"",
     )
+
+
+def digests_of(items: Items, objects: Mapping[int, bytes]) -> dict[int, int]:
+    """Return the digests of all items, by which the planner compares replicas.
+
+    What is no plain data is compared as it is stored, so that objects which compare equal may seem
+    to differ. Reads every small tensor, and a part of the large ones.
+
+    Args:
+        items: of the state.
+        objects: what `serialise_objects(items)` returned.
+    """
+    digests = TensorDigests(items, range(len(items)))
+    of_objects = {}
+    for item, data in objects.items():
+        plain = plain_digest(items.sources[item])
+        of_objects[item] = isal_zlib.crc32(data) if plain is None else plain
+    return digests.get() | of_objects
 
 
 def container_bytes(items: Items) -> tuple[int, ...]:

@@ -70,8 +70,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bytes
     """One 0 or 1 a byte: what TensorProperties records."""
     digests: tuple[int, ...]
-    """CRC-32 of a replica's content where it is cheap (objects, small CPU tensors), else -1. Used
-    once, to find replicas that differ."""
+    """A digest of each item's value, -1: not known. Used once, to find replicas that differ."""
     paths: tuple[tuple[str | int, ...], ...]
     """The path of each key in the nested state (torch: planner_data of DefaultSavePlanner)."""
     final: bool = False
@@ -80,6 +79,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """With `final`, on rank 0."""
     to_lowest_rank: bool = False
     """torch: DefaultSavePlanner(dedup_save_to_lowest_rank=True)."""
+    check_replicas: str = "off"
+    """What follows if replicas differ: "warn", "raise" (the save fails), or "off": nothing."""
     nesting: bytes = b""
     """What torch's index does not say of the state's dicts; see `format.nesting`."""
 

@@ -15,27 +15,20 @@ _dedup_save_plans.py (2.13).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeAlias
-
-import msgspec
 
 from milepost.format.tiling import BOUNDS, check_tiling
 from milepost.wire.messages import Cause
 from milepost.wire.offers import Box, Kind, Offer
+from milepostd.core.causes import LISTED_MAX, and_more, show_ranks
+from milepostd.core.replicas import Differences, is_refused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 OBJECT_BYTES: Final = 1024
 """The load of a serialised object, whose length is not known when the plan is made."""
-
-LISTED_MAX: Final = 10
-"""Most keys that a refusal names, and most warnings of a plan."""
-
-_RUNS_MAX: Final = 8
-"""Most runs of ranks that a sentence names."""
 
 _Place: TypeAlias = tuple[Box, Box]
 """(offset, size). Items with the same key and place are replicas. Objects have two empty tuples."""
@@ -56,12 +49,12 @@ class Plan:
     counted: those of them that the index names. Together the counted items of all ranks cover each
         tensor exactly once and hold each object once. They differ from `assigned` only where
         several fixed ranks have staged the same.
-    warnings: keys whose replicas differ, at most `LISTED_MAX`.
+    differences: replicas that differ.
     """
 
     assigned: dict[int, list[int]]
     counted: dict[int, list[int]]
-    warnings: tuple[Cause, ...]
+    differences: Differences
 
 
 class PlanRefused(Exception):
@@ -93,9 +86,10 @@ def make_plan(
             others, and drops the replicas that other ranks hold.
 
     Raises:
-        PlanRefused: `key-conflict`, `coverage-gap`, `coverage-overlap`, `coverage-bounds`;
-            `structure-changed` where a tensor or object cannot be made whole beside what the fixed
-            ranks have staged; `plan-failed` for offers that contradict themselves.
+        PlanRefused: `key-conflict`, `replicas-differ`, `coverage-gap`, `coverage-overlap`,
+            `coverage-bounds`; `structure-changed` where a tensor or object cannot be made whole
+            beside what the fixed ranks have staged; `plan-failed` for offers that contradict
+            themselves.
     """
     ranks = sorted(offers)
     for rank in ranks:
@@ -110,8 +104,8 @@ def make_plan(
             others = sorted(set(ranks) - set(finals))
             raise _refusal(
                 "plan-failed",
-                f"{_show_ranks(finals)} planned with the user's SavePlanner, "
-                f"{_show_ranks(others)} without",
+                f"{show_ranks(finals)} planned with the user's SavePlanner, "
+                f"{show_ranks(others)} without",
                 "give every rank the same planner",
             )
         return _take_as_is(offers, ranks, fixed)
@@ -151,13 +145,13 @@ def _describe(schemas: Mapping[_Schema, list[int]]) -> dict[str, tuple[int, str,
                     side = sides.setdefault((kinds[item], dtypes[item], sizes[item]), set())
                     side.update(holders)
         claims = " but ".join(
-            f"{_show_description(*side)} on {_show_ranks(sorted(holders))}"
+            f"{_show_description(*side)} on {show_ranks(sorted(holders))}"
             for side, holders in list(sides.items())[:3]
         )
         sentences.append(f"key {key!r} is {claims}")
     raise _refusal(
         "key-conflict",
-        "; ".join(sentences) + _and_more(len(disputed), "key"),
+        "; ".join(sentences) + and_more(len(disputed), "key"),
         "pass state that differs by rank as per_rank={...}, or use a key of its own on each rank",
     )
 
@@ -208,7 +202,7 @@ def _check_coverage(key: str, size: Box, boxes: dict[_Place, _Holders], *, is_mi
     if problem is None:
         return
     holders = "; ".join(
-        f"shard {index} is from {_show_ranks(sorted(set(boxes[placed[index]][::2])))}"
+        f"shard {index} is from {show_ranks(sorted(set(boxes[placed[index]][::2])))}"
         for index in problem.boxes
     )
     text = f"key {key!r} of size {list(size)}: {problem.text}" + (
@@ -259,74 +253,49 @@ def _assign(
                 shared.append((weight, key, candidates))
     if missing:
         listed = "; ".join(
-            f"key {key!r} is held by {_show_ranks(sorted(set(holders[::2])))}"
+            f"key {key!r} is held by {show_ranks(sorted(set(holders[::2])))}"
             for key, holders in list(missing.items())[:LISTED_MAX]
         )
         raise _refusal(
             "structure-changed",
             "the structure changed on some ranks only, and nobody has staged what the others left "
-            "to them: " + listed + _and_more(len(missing), "key"),
+            "to them: " + listed + and_more(len(missing), "key"),
             "change the state on all ranks before the same save",
         )
 
     to_lowest_rank = any(offers[rank].to_lowest_rank for rank in ranks)
     load_of = loads.__getitem__
-    warnings = _Warnings(offers)
+    differences = Differences()
     shared.sort(key=lambda entry: entry[0], reverse=True)
     for weight, key, candidates in shared:
         holders = candidates[::2]
         rank = holders[0] if to_lowest_rank else min(holders, key=load_of)
         counted[rank].append(candidates[2 * holders.index(rank) + 1])
         loads[rank] += weight
-        warnings.compare(key, candidates, rank)
+        _compare(offers, key, candidates, rank, differences)
+    if differences and is_refused(offers.values()):
+        raise PlanRefused(differences.refusal())
 
     for items in counted.values():
         items.sort()
     assigned = {rank: sorted(fixed[rank]) if rank in fixed else counted[rank] for rank in ranks}
-    return Plan(assigned, counted, warnings.causes())
+    return Plan(assigned, counted, differences)
 
 
-class _Warnings:
-    """Collects the keys whose replicas differ, by the digests in the offers."""
+def _compare(
+    offers: Mapping[int, Offer], key: str, holders: _Holders, writer: int, into: Differences
+) -> None:
+    """Note the key if two of its holders have different digests.
 
-    def __init__(self, offers: Mapping[int, Offer]) -> None:
-        self._digests = {rank: offer.digests for rank, offer in offers.items()}
-        self._found: dict[str, Cause] = {}
-        self._more: set[str] = set()
-
-    def compare(self, key: str, holders: _Holders, writer: int) -> None:
-        """Note the key if two of its holders have different digests.
-
-        Compare only ranks that are not fixed: the digests of a fixed one are of an earlier save.
-        """
-        digests = self._digests
-        sides: dict[int, list[int]] = {}
-        for rank, item in zip(holders[::2], holders[1::2], strict=True):
-            digest = digests[rank][item]
-            if digest != -1:
-                sides.setdefault(digest, []).append(rank)
-        if len(sides) < 2 or key in self._found:
-            return
-        if len(self._found) == LISTED_MAX:
-            self._more.add(key)
-            return
-        groups = [_show_ranks(side) for side in list(sides.values())[:3]]
-        rest = len(sides) - len(groups)
-        text = " from ".join(groups) + (f", and {rest} more values" if rest else "")
-        self._found[key] = Cause(
-            "replicas-differ",
-            f"key {key!r} differs by rank, {text}; the copy of rank {writer} is the one written",
-            "start all ranks from the same values (seed, broadcast); what is to differ by rank is "
-            "passed as per_rank={...}",
-            rank=writer,
-        )
-
-    def causes(self) -> tuple[Cause, ...]:
-        causes = list(self._found.values())
-        if self._more:
-            more = _and_more(len(causes) + len(self._more), "key")
-            causes[-1] = msgspec.structs.replace(causes[-1], message=causes[-1].message + more)
-        return tuple(causes)
+    Compare only ranks that are not fixed: the digests of a fixed one are of an earlier save.
+    """
+    sides: dict[int, list[int]] = {}
+    for rank, item in zip(holders[::2], holders[1::2], strict=True):
+        digest = offers[rank].digests[item]
+        if digest != -1:
+            sides.setdefault(digest, []).append(rank)
+    if len(sides) > 1:
+        into.note(key, list(sides.values()), writer)
 
 
 def _take_as_is(
@@ -347,14 +316,14 @@ def _take_as_is(
             )
         for place in zip(offer.keys, offer.offsets, strict=True):
             if place in writers:
-                both = _show_ranks(sorted({writers[place], rank}))
+                both = show_ranks(sorted({writers[place], rank}))
                 raise _refusal(
                     "coverage-overlap",
                     f"key {place[0]!r} at offset {list(place[1])} is planned twice, by {both}",
                     "the SavePlanner's create_global_plan must leave each item to one rank",
                 )
             writers[place] = rank
-    return Plan(assigned, assigned, ())
+    return Plan(assigned, assigned, Differences())
 
 
 def _refusal(code: str, message: str, hint: str = "") -> PlanRefused:
@@ -366,23 +335,3 @@ def _show_description(kind: int, dtype: str, size: Box) -> str:
         return "an object"
     what = "a tensor" if kind == Kind.TENSOR else "a sharded tensor"
     return f"{what} {dtype} {list(size)}"
-
-
-def _show_ranks(ranks: Sequence[int]) -> str:
-    """Write ascending ranks as `rank 3` or `ranks 0-2, 7`, long lists shortened."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    runs = [[ranks[0], ranks[0]]]
-    for before, rank in pairwise(ranks):
-        if rank == before + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = [str(low) if low == high else f"{low}-{high}" for low, high in runs[:_RUNS_MAX]]
-    rest = sum(high - low + 1 for low, high in runs[_RUNS_MAX:])
-    return f"ranks {', '.join(shown)}" + (f" and {rest} more" if rest else "")
-
-
-def _and_more(count: int, noun: str) -> str:
-    rest = count - LISTED_MAX
-    return f"; and {rest} more {noun}{'s' if rest > 1 else ''}" if rest > 0 else ""

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from milepost.wire.messages import Cause
 from milepostd.core.commands import BuildIndex, MakePlan
 from milepostd.core.events import IndexBuilt, PlanMade
+from milepostd.core.job import save_order
 from milepostd.ops.faults import FaultPoints
 from milepostd.ops.logs import emit
 from milepostd.ops.metrics import Counters
@@ -33,7 +34,8 @@ class Plans:
         save = command.save
         started_s = time.monotonic()
         await self._faults.at("before-plan", save)
-        made = await self._planner.make_plan(save.job, command.reports)
+        attempt, _ = save_order(save)
+        made = await self._planner.make_plan(save.job, attempt, command.reports)
         if save.is_plan_only:
             # `prepare()` shall return when the first save is cheap, and the index needs torch.
             await self._planner.warm()

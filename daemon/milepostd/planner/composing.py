@@ -25,6 +25,7 @@ from milepost.storage.homes import home_of
 from milepost.wire.messages import Cause
 from milepost.wire.offers import Kind, Offer, decode_offer
 from milepostd.core.plan import PlanRefused, make_plan
+from milepostd.core.replicas import Differences
 from milepostd.planner import fragments
 from milepostd.planner.frames import (
     AnyAnswer,
@@ -109,6 +110,8 @@ class Composer:
     def __init__(self, layouts: LayoutStore) -> None:
         self._layouts = layouts
         self._compositions: dict[str, _Composition] = {}
+        self._told: dict[str, tuple[int, set[str]]] = {}
+        """By job: the attempt, and the keys of which it was told that their replicas differ."""
 
     def answer(self, request: AnyRequest) -> AnyAnswer:
         """Return the answer. Never raises an Exception."""
@@ -157,6 +160,10 @@ class Composer:
             else:
                 offers[report.rank] = _with_shared_columns(decode_offer(report.offer), columns)
         plan = make_plan(offers, fixed)
+        # Nobody compares them any more.
+        offers = {
+            rank: msgspec.structs.replace(offer, digests=()) for rank, offer in offers.items()
+        }
         made = tuple(
             self._layouts.put(
                 request.job,
@@ -175,7 +182,8 @@ class Composer:
         layouts = {report.rank: report.layout_id for report in request.reports}
         layouts.update((layout.rank, layout.layout_id) for layout in made)
         self._keep(request.job, _Composition(layouts, offers, plan.assigned, plan.counted))
-        return PlanReady(call=request.call, layouts=made, warnings=plan.warnings)
+        warnings = self._tell(request.job, request.attempt, plan.differences)
+        return PlanReady(call=request.call, layouts=made, warnings=warnings)
 
     def index(self, request: IndexWanted) -> IndexReady:
         """Write `.milepost`, then `.metadata`, durably.
@@ -217,6 +225,18 @@ class Composer:
             home.write_file(directory / name, data)
         total = sum(file.file_bytes for file in files.values()) + sum(map(len, parts.values()))
         return IndexReady(call=request.call, checkpoint_bytes=total)
+
+    def _tell(self, job: str, attempt: int, found: Differences) -> tuple[Cause, ...]:
+        """Return a warning for each key of which this attempt has heard nothing yet."""
+        told_attempt, told = self._told.pop(job, (attempt, set()))
+        if told_attempt != attempt:
+            told = set()
+        self._told[job] = attempt, told
+        if len(self._told) > JOBS_KEPT:
+            del self._told[next(iter(self._told))]
+        warnings = found.warnings(told)
+        told.update(found.keys)
+        return warnings
 
     def _layout(self, job: str, rank: int, layout: str) -> StoredLayout:
         found = self._layouts.get(job, rank, layout)

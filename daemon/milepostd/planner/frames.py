@@ -36,6 +36,7 @@ class PlanWanted(PlannerRequest, frozen=True):
     """Plan from the reports of all ranks. Answered by `PlanReady` or `RequestFailed`."""
 
     job: str
+    attempt: int
     reports: tuple[RankReport, ...]
 
 
@@ -70,6 +71,7 @@ class IndexReady(PlannerAnswer, frozen=True):
     """Manifest and `.metadata` are durable. `checkpoint_bytes` counts all files."""
 
     checkpoint_bytes: int
+    warnings: tuple[Cause, ...] = ()
 
 
 class FileUnseen(PlannerAnswer, frozen=True):

@@ -192,17 +192,20 @@ class Planner:
         if isinstance(answer, RequestFailed):
             log.warning("planner.cold", extra={"fields": {"cause": answer.cause.message}})
 
-    async def make_plan(self, job: str, reports: Sequence[RankReport]) -> PlanReady | Cause:
+    async def make_plan(
+        self, job: str, attempt: int, reports: Sequence[RankReport]
+    ) -> PlanReady | Cause:
         """Plan a job's structure.
 
         Args:
             job: its name; layouts are remembered by job, rank and layout.
+            attempt: its number; each attempt is told once of a key whose replicas differ.
             reports: one for every rank of the job: an offer with its fingerprint, or the layout
                 under which the rank has staged. A layout that the child does not know (any more)
                 fails the plan with `plan-failed`.
         """
         call = next(self._calls)
-        request = PlanWanted(call=call, job=job, reports=tuple(reports))
+        request = PlanWanted(call=call, job=job, attempt=attempt, reports=tuple(reports))
         return _expect(await self._ask(request), PlanReady)
 
     async def build_index(

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from milepost.wire.offers import Box, Kind, Offer
-from milepostd.core.plan import LISTED_MAX, PlanRefused, make_plan
+from milepostd.core.causes import LISTED_MAX
+from milepostd.core.plan import PlanRefused, make_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -101,7 +102,7 @@ def test_a_replica_is_written_once() -> None:
     assert sorted(item for items in plan.assigned.values() for item in items) == [0, 1]
     assert {0, 1, 2} == set(plan.assigned)
     assert plan.assigned == plan.counted
-    assert plan.warnings == ()
+    assert not plan.differences
 
 
 def test_bytes_of_a_replicated_model_are_balanced_within_a_fifth() -> None:
@@ -254,7 +255,7 @@ def test_replicas_that_differ_are_a_warning_with_key_and_ranks() -> None:
         )
     )
 
-    (warning,) = plan.warnings
+    (warning,) = plan.differences.warnings()
     assert warning.code == "replicas-differ"
     assert "'rng'" in warning.message
     assert "ranks 0, 2 from rank 1" in warning.message
@@ -266,7 +267,7 @@ def test_sharded_replicas_that_differ_are_a_warning_too() -> None:
     boxes = [shard("w", (4,), (0,), (2,)), shard("w", (4,), (2,), (2,))]
     ranks = offers(*[[boxes[r % 2]._replace(digest=r // 2 if r % 2 else 0)] for r in range(4)])
 
-    (warning,) = make_plan(ranks).warnings
+    (warning,) = make_plan(ranks).differences.warnings()
 
     assert "rank 1 from rank 3" in warning.message
 
@@ -274,8 +275,29 @@ def test_sharded_replicas_that_differ_are_a_warning_too() -> None:
 def test_at_most_ten_warnings_are_given_one_a_key() -> None:
     plan = make_plan(offers(*[[thing(f"k{i}", rank) for i in range(14)] for rank in range(3)]))
 
-    assert len(plan.warnings) == LISTED_MAX
-    assert plan.warnings[-1].message.endswith("; and 4 more keys")
+    warnings = plan.differences.warnings()
+    assert len(warnings) == LISTED_MAX
+    assert warnings[-1].message.endswith("; and 4 more keys")
+
+
+def test_replicas_that_differ_are_refused_if_one_rank_wants_that() -> None:
+    differing = offers(*[[thing("rng", rank), tensor("t", 2, digest=5)] for rank in range(3)])
+    differing[1] = msgspec.structs.replace(differing[1], check_replicas="raise")
+
+    code, message = refused(differing)
+
+    assert code == "replicas-differ"
+    assert message == "key 'rng' differs by rank, rank 0 from rank 1 from rank 2"
+
+
+def test_replicas_that_are_equal_are_not_refused() -> None:
+    equal = offers(*[[tensor("t", 2, digest=5), thing("unknown")] for _ in range(3)])
+
+    plan = make_plan(
+        {r: msgspec.structs.replace(o, check_replicas="raise") for r, o in equal.items()}
+    )
+
+    assert not plan.differences
 
 
 # --- what is staged already -------------------------------------------------------------------
@@ -320,7 +342,7 @@ def test_a_gap_beside_what_was_staged_is_a_changed_structure() -> None:
 def test_digests_of_ranks_that_have_staged_are_not_compared() -> None:
     plan = make_plan(offers([thing("step", 1)], [thing("step", 2)]), {0: [0]})
 
-    assert plan.warnings == ()
+    assert not plan.differences
 
 
 def test_a_plan_put_together_from_its_own_result_is_the_same_plan() -> None:

@@ -24,8 +24,8 @@ def offer_of(*keys: str) -> Offer:
     )
 
 
-def plan_wanted(*reports: RankReport, job: str = "job") -> PlanWanted:
-    return PlanWanted(call=1, job=job, reports=reports)
+def plan_wanted(*reports: RankReport, job: str = "job", attempt: int = 1) -> PlanWanted:
+    return PlanWanted(call=1, job=job, attempt=attempt, reports=reports)
 
 
 def offered(rank: int, *keys: str) -> RankReport:

@@ -67,6 +67,40 @@ def test_what_cannot_be_planned_is_answered_with_its_cause(tmp_path: Path) -> No
     assert malformed.cause.code == "protocol"
 
 
+def _differing(*keys: str, check_replicas: str = "warn") -> tuple[RankReport, ...]:
+    """Two ranks that hold different values under some keys."""
+    reports = []
+    for rank in (0, 1):
+        offer = msgspec.structs.replace(
+            offer_of(*keys), digests=(rank,) * len(keys), check_replicas=check_replicas
+        )
+        reports.append(RankReport(rank, fingerprint=f"{keys}", offer=encode_offer(offer)))
+    return tuple(reports)
+
+
+def test_each_attempt_is_told_once_of_a_key_whose_replicas_differ(tmp_path: Path) -> None:
+    composer = Composer(LayoutStore(tmp_path))
+
+    def told(*keys: str, attempt: int, job: str = "job") -> list[str]:
+        answer = composer.answer(plan_wanted(*_differing(*keys), attempt=attempt, job=job))
+        assert isinstance(answer, PlanReady)
+        return [warning.message.split("'")[1] for warning in answer.warnings]
+
+    assert ["a"] == told("a", attempt=1)
+    assert ["b"] == told("a", "b", attempt=1)
+    assert [] == told("a", attempt=1)
+    assert ["a"] == told("a", attempt=1, job="other")
+    assert ["a", "b"] == told("a", "b", attempt=2)
+
+
+def test_a_plan_whose_replicas_must_not_differ_fails(tmp_path: Path) -> None:
+    composer = Composer(LayoutStore(tmp_path))
+    for _ in range(2):
+        answer = composer.answer(plan_wanted(*_differing("a", check_replicas="raise")))
+        assert isinstance(answer, RequestFailed)
+        assert "replicas-differ" == answer.cause.code
+
+
 @pytest.mark.parametrize(("number", "is_passing"), [(errno.ESTALE, True), (errno.EIO, False)])
 def test_the_process_says_whether_a_refusal_may_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_passing: bool

@@ -8,9 +8,9 @@ import torch
 from tests.unit.state.states import distribute, items_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
-from milepost.state.offering import make_offer, serialise_objects
+from milepost.state.offering import digests_of, make_offer, serialise_objects
 from milepost.wire.offers import decode_offer, encode_offer
 
 
@@ -35,16 +35,25 @@ def test_an_offer_describes_every_item_and_survives_the_wire(mesh: DeviceMesh) -
     assert offer.digests[1] == -1
 
 
-def test_digests_are_equal_exactly_for_replicas_with_equal_content() -> None:
-    def digests(state: dict[str, Any]) -> tuple[int, ...]:
+def test_digests_are_equal_exactly_for_replicas_with_equal_content(mesh: DeviceMesh) -> None:
+    def digests(values: torch.Tensor, *objects: Any) -> tuple[int, ...]:
+        state = {
+            "t": values,
+            "s": distribute(values.repeat(2, 1), mesh, [Shard(0), Replicate()]),
+            "o": list(objects),
+            "big": values.repeat(4000, 1),
+        }
         items = items_of(state)
-        return make_offer(items, serialise_objects(items)).digests
+        serialised = serialise_objects(items)
+        return make_offer(items, serialised, digests=digests_of(items, serialised)).digests
 
     values = torch.arange(6.0).view(2, 3)
-    base = digests({"t": values, "o": [1], "big": torch.zeros(20_000)})
-    assert base == digests({"t": values.t().contiguous().t(), "o": [1], "big": torch.ones(20_000)})
-    assert base[2] == -1
-    other = digests({"t": values + 1, "o": [2], "big": torch.zeros(20_000)})
-    assert base[0] != other[0]
-    assert base[1] != other[1]
-    assert {-1} == set(make_offer(items_of({"t": values}), {}, with_digests=False).digests)
+    base = digests(values, 1, {2}, torch.Size([3]))
+    assert -1 not in base
+    assert base == digests(values.t().contiguous().t(), 1, {2}, torch.Size([3]))
+    other = digests(values + 1, 2, {3}, torch.Size([4]))
+    assert [] == [digest for digest in base if digest in other]
+
+
+def test_an_offer_without_digests_says_so() -> None:
+    assert (-1,) == make_offer(items_of({"t": torch.ones(3)}), {}).digests
