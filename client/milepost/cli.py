@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -448,8 +449,9 @@ def _differences(found: Comparison) -> Iterator[str]:
             yield f"{_shown(value.key)}: another object"
             continue
         largest = "" if value.largest is None else f", by at most {value.largest:g}"
+        verb = "differs" if value.differing == 1 else "differ"
         yield (
-            f"{_shown(value.key)}: {value.differing} of {counted(value.elements, 'element')} differ"
+            f"{_shown(value.key)}: {value.differing} of {counted(value.elements, 'element')} {verb}"
             f"{largest} (CRC-32 {value.crc_a:08x} in A, {value.crc_b:08x} in B)"
         )
     unread = f", {found.unread} of them by their manifests" if found.unread else ""
@@ -533,6 +535,8 @@ def _complain(text: str) -> None:
 
 def main() -> None:
     """Console script."""
+    # torch does without numpy, and says so; nothing here needs it.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     try:
         app()
     except MilepostError as error:

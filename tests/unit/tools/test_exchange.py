@@ -480,6 +480,15 @@ def test_every_kind_of_difference_is_named(tmp_path: Path, run: Commands) -> Non
     assert found["values"][0]["crc_a"] != found["values"][0]["crc_b"]
 
 
+def test_one_element_that_differs_is_told_in_the_singular(tmp_path: Path, run: Commands) -> None:
+    a, b = (
+        write_checkpoint(tmp_path / name, {"w": whole(torch.tensor([1.0, 2.0, last]))})
+        for name, last in (("a", 3.0), ("b", 3.5))
+    )
+    assert 1 == run("diff", a, b)
+    assert run.out.startswith("w: 1 of 3 elements differs, by at most 0.5 (")
+
+
 def test_quick_believes_manifests_and_the_usual_way_reads(tmp_path: Path, run: Commands) -> None:
     a, b = (
         write_checkpoint(tmp_path / name, {"w": whole(torch.zeros(900))}, files=1) for name in "ab"
