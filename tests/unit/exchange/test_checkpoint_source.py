@@ -314,7 +314,7 @@ def test_a_poisoned_object_runs_nothing_and_its_class_and_key_are_named(tmp_path
     folder = write_checkpoint(tmp_path / "c", {}, {"o": Trap(trap)})
     source = CheckpointSource(folder)
     with pytest.raises(
-        LoadFailed, match=r"'o' names what is not loaded unasked: posix\.mkdir"
+        LoadFailed, match=r"'o' names a class or function that is not allowed: posix\.mkdir"
     ) as caught:
         source.value("o")
     assert "--allow-pickle" in caught.value.hint

@@ -429,7 +429,7 @@ def test_poison_runs_nothing_in_any_command(tmp_path: Path, run: Commands) -> No
     assert 1 == run("import", tmp_path / "m.pt", tmp_path / "i")
     assert "posix.mkdir" in run.err
     assert 1 == run("export", checkpoint, tmp_path / "e", "--to", "torch")
-    assert "'o' names what is not loaded unasked: posix.mkdir" in run.err
+    assert "'o' names a class or function that is not allowed: posix.mkdir" in run.err
     assert 1 == run("diff", checkpoint, other)
     assert ["c", "d", "m.pt"] == sorted(os.listdir(tmp_path))
     assert 0 == run("export", checkpoint, tmp_path / "e", "--to", "torch", "--allow-pickle")
