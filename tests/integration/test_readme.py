@@ -30,8 +30,8 @@ PAGES = (
     "CONTRIBUTING.md",
     *(
         f"docs/{name}.md"
-        for name in ("architecture", "assumptions", "errors", "format", "glossary", "loading",
-                     "testing", "tools", "troubleshooting")
+        for name in ("architecture", "assumptions", "dcp", "errors", "format", "glossary",
+                     "loading", "testing", "tools", "troubleshooting")
     ),
 )  # fmt: skip
 BLOCK_S = 90

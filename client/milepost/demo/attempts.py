@@ -21,7 +21,7 @@ from milepost.demo.processes import (
     logs_of,
     start_python,
 )
-from milepost.demo.records import Reader, Record, file_of
+from milepost.demo.records import Record, RecordReader, file_of
 from milepost.demo.telling import Telling
 
 RANKS_PER_NODE: Final = 2
@@ -60,7 +60,7 @@ class Attempts:
         self._daemons = daemons
         self._telling = telling
         self._watch = watch
-        self._readers: list[list[Reader]] = []
+        self._readers: list[list[RecordReader]] = []
         self._store: Any = None
 
     @property
@@ -80,7 +80,7 @@ class Attempts:
         attempt = self.count + 1
         self.trainers = []
         self._readers.append(
-            [Reader(file_of(self._records, attempt, rank)) for rank in range(WORLD)]
+            [RecordReader(file_of(self._records, attempt, rank)) for rank in range(WORLD)]
         )
         for rank in range(WORLD):
             self.trainers.append(self._start_rank(attempt, rank))

@@ -78,7 +78,7 @@ def file_of(folder: Path, attempt: int, rank: int) -> Path:
     return folder / f"attempt{attempt}-rank{rank}.jsonl"
 
 
-class Writer:
+class RecordWriter:
     """Appends records. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
@@ -88,7 +88,7 @@ class Writer:
         os.write(self._file, msgspec.json.encode(record) + b"\n")
 
 
-class Reader:
+class RecordReader:
     """Follows a file of records while it grows."""
 
     def __init__(self, path: Path) -> None:

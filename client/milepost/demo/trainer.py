@@ -33,8 +33,8 @@ from milepost.demo.records import (
     Finished,
     Recorded,
     RecordedPart,
+    RecordWriter,
     Stepped,
-    Writer,
     file_of,
 )
 
@@ -113,7 +113,7 @@ def record(trainer: Trainer, state: dict[str, Any], rank: int, is_resumed: bool)
     return Recorded(trainer.step, parts, is_resumed)
 
 
-def train(root: Path, writer: Writer, steps: int, every: int) -> None:
+def train(root: Path, writer: RecordWriter, steps: int, every: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     trainer = Trainer(rank, world)
     with Checkpointer(root) as ck:
@@ -133,7 +133,7 @@ def train(root: Path, writer: Writer, steps: int, every: int) -> None:
     writer.write(Finished(time.monotonic()))
 
 
-def save_and_record(ck: Checkpointer, trainer: Trainer, writer: Writer, rank: int) -> Save:
+def save_and_record(ck: Checkpointer, trainer: Trainer, writer: RecordWriter, rank: int) -> Save:
     """Save without waiting for the commit; record what was saved, and later how it ended."""
     began_s = time.monotonic()
     state, own = trainer.state(), trainer.own_state()
@@ -157,7 +157,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    writer = Writer(file_of(records, attempt, int(os.environ["RANK"])))
+    writer = RecordWriter(file_of(records, attempt, int(os.environ["RANK"])))
     train(root, writer, steps, every)
     dist.destroy_process_group()
     leave()

@@ -76,25 +76,35 @@ class FetchReader:
         found = fetch(
             self._checkpoint, tensors, objects, self._checksums, is_checked=self._is_checked
         )
-        if found.unchecked:
-            log.info(
-                "%s has no checksums for %d keys: %s",
-                self._checkpoint, len(found.unchecked), listed(list(map(repr, found.unchecked))),
-            )  # fmt: skip
-        if not found.damages:
-            return found
-        damages = [
-            f"{file}: {key + ': ' if key else ''}{text}"
-            for file, key, text in dict.fromkeys(found.damages)
-        ]
-        told = [listed(damages, "; ")]
-        written = list(dict.fromkeys(tensors[number].key for number in found.touched))
-        if written:
-            told.append(
-                f"{len(written)} tensors were written to before this was found: "
-                f"{listed(list(map(repr, written)))}"
-            )
-        raise damaged(self._checkpoint, "; ".join(told))
+        return settled(self._checkpoint, tensors, found)
+
+
+def settled(checkpoint: Path, tensors: Sequence[TensorRead], found: Fetched) -> Fetched:
+    """Return what a fetch has found, if it is right; the log tells what could not be checked.
+
+    tensors: what was asked for.
+
+    Raises CorruptCheckpoint for damage, with files and keys, and what was written to before.
+    """
+    if found.unchecked:
+        log.info(
+            "%s has no checksums for %d keys: %s",
+            checkpoint, len(found.unchecked), listed(list(map(repr, found.unchecked))),
+        )  # fmt: skip
+    if not found.damages:
+        return found
+    damages = [
+        f"{file}: {key + ': ' if key else ''}{text}"
+        for file, key, text in dict.fromkeys(found.damages)
+    ]
+    told = [listed(damages, "; ")]
+    written = list(dict.fromkeys(tensors[number].key for number in found.touched))
+    if written:
+        told.append(
+            f"{len(written)} tensors were written to before this was found: "
+            f"{listed(list(map(repr, written)))}"
+        )
+    raise damaged(checkpoint, "; ".join(told))
 
 
 def damaged(checkpoint: Path, text: str) -> CorruptCheckpoint:

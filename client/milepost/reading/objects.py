@@ -18,13 +18,14 @@ import io
 import os
 import pathlib
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowed_globals
 
+from milepost.errors import CorruptCheckpoint, LoadFailed, listed
 from milepost.state.keys import imported_enum
 
 
@@ -45,6 +46,54 @@ def load_object(data: bytes, *, allow_pickle: bool = False, map_location: str | 
     Raises ObjectRefused, or what torch raises for bytes that are damaged.
     """
     return _load(lambda: io.BytesIO(data), allow_pickle, {"map_location": map_location})
+
+
+def load_objects(
+    checkpoint: pathlib.Path,
+    data: Mapping[str, bytes],
+    *,
+    allow_pickle: bool = False,
+    allowing: str = "load(allow_pickle=True)",
+) -> dict[str, Any]:
+    """Return the objects of a checkpoint, by key; see `load_object`.
+
+    allowing: how the caller lets anything be loaded, for the error's hint.
+
+    Raises LoadFailed("unsafe-object") with the classes and keys of all that are refused,
+    CorruptCheckpoint for what is no object.
+    """
+    found: dict[str, Any] = {}
+    refused: dict[str, tuple[str, ...]] = {}
+    for key, each in data.items():
+        try:
+            found[key] = load_object(each, allow_pickle=allow_pickle)
+        except ObjectRefused as error:
+            refused[key] = error.names
+        except Exception as error:
+            raise CorruptCheckpoint(
+                "corrupt",
+                f"{checkpoint} holds an object that cannot be unpickled: {key!r}: "
+                f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}",
+                f"`milepost verify {checkpoint}` tells whether it is damaged",
+            ) from error
+    if refused:
+        raise _unsafe(checkpoint, refused, allowing)
+    return found
+
+
+def _unsafe(
+    checkpoint: pathlib.Path, refused: Mapping[str, tuple[str, ...]], allowing: str
+) -> LoadFailed:
+    told = [f"{key!r} of {listed(names)}" for key, names in refused.items()]
+    classes = dict.fromkeys(name.rpartition(".")[2] for names in refused.values() for name in names)
+    return LoadFailed(
+        "unsafe-object",
+        f"{checkpoint} has {len(refused)} objects that name what is not loaded unasked: "
+        f"{listed(told, '; ')}",
+        "if you trust them: torch.serialization.add_safe_globals(["
+        f"{listed(list(classes))}]) allows these, {allowing} anything, and runs whatever code the "
+        "checkpoint names",
+    )
 
 
 def load_archive(file: pathlib.Path, *, allow_pickle: bool = False, is_mapped: bool = True) -> Any:
@@ -161,6 +210,8 @@ _ALLOWED: Final[dict[str, str | Callable[..., Any]]] = {
     "numpy.ndarray": "numpy:ndarray",
     "numpy._core.multiarray.scalar": "numpy._core.multiarray:scalar",
     "numpy.core.multiarray.scalar": "numpy._core.multiarray:scalar",
+    "_io.BytesIO": "io:BytesIO",
+    "_io.StringIO": "io:StringIO",
     "argparse.Namespace": "argparse:Namespace",
     "collections.deque": "collections:deque",
     "decimal.Decimal": "decimal:Decimal",

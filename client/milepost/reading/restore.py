@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from milepost.reading.blobs import BlobReader, FetchReader, TorchReader, damaged
 from milepost.reading.destinations import destinations_of
 from milepost.reading.matching import Landing, Match, match
 from milepost.reading.nesting import CannotNest, SavedNesting, add_empty, put, rename_parameters
-from milepost.reading.objects import ObjectRefused, load_object
+from milepost.reading.objects import load_objects
 from milepost.reading.template import Template, read_template
 from milepost.reading.verdict import Verdicts
 from milepost.reading.wrappers import find_mismatch
@@ -254,21 +254,9 @@ class _Load:
         """Read all that may be refused for what it is. Raises LoadFailed, CorruptCheckpoint."""
         keys = list(self.match.objects)
         data = self._reading(lambda: self._reader.objects(keys))
-        refused: dict[str, tuple[str, ...]] = {}
-        for key in keys:
-            try:
-                self._values[key] = load_object(data[key], allow_pickle=self._options.allow_pickle)
-            except ObjectRefused as error:
-                refused[key] = error.names
-            except Exception as error:
-                raise CorruptCheckpoint(
-                    "corrupt",
-                    f"{self._checkpoint} holds an object that cannot be unpickled: {key!r}: "
-                    f"{_first_line(error)}",
-                    f"`milepost verify {self._checkpoint}` tells whether it is damaged",
-                ) from error
-        if refused:
-            raise _unsafe(self._checkpoint, refused)
+        self._values |= load_objects(
+            self._checkpoint, data, allow_pickle=self._options.allow_pickle
+        )
         self._reading(lambda: self._reader.fill([box for box, _ in self._checked]))
         changed = [
             f"{box.key!r} from {_dtype(box.memory)} to {_dtype(memory)}"
@@ -363,19 +351,6 @@ class _Load:
                 f"`milepost verify {self._checkpoint}` tells whether it is damaged, `milepost "
                 "inspect` what it holds",
             ) from error
-
-
-def _unsafe(checkpoint: Path, refused: Mapping[str, tuple[str, ...]]) -> LoadFailed:
-    told = [f"{key!r} of {listed(names)}" for key, names in refused.items()]
-    classes = dict.fromkeys(name.rpartition(".")[2] for names in refused.values() for name in names)
-    return LoadFailed(
-        "unsafe-object",
-        f"{checkpoint} has {len(refused)} objects that name a class or function that is not "
-        f"allowed: {listed(told, '; ')}",
-        "if you trust them, torch.serialization.add_safe_globals(["
-        f"{listed(list(classes))}]) allows these; load(allow_pickle=True) allows everything, and "
-        "runs whatever code the checkpoint names",
-    )
 
 
 def _is_whole_number(*dtypes: torch.dtype) -> bool:

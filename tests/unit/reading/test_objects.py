@@ -109,6 +109,14 @@ def test_arrays_come_back_unasked(array: np.ndarray[Any, Any]) -> None:
     assert array.shape == back.shape
 
 
+@pytest.mark.parametrize("made", [io.BytesIO(b"loss"), io.StringIO("loss")], ids=["bytes", "text"])
+def test_streams_in_memory_come_back_unasked(made: Any) -> None:
+    made.seek(2)
+    back = load_object(dumped(made))
+    assert type(made) is type(back)
+    assert (made.getvalue(), 2) == (back.getvalue(), back.tell())
+
+
 def test_random_generators_go_on_where_they_were() -> None:
     for made in (random.Random(3), np.random.default_rng(3), np.random.RandomState(3)):
         made.random()

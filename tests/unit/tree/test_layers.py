@@ -16,7 +16,7 @@ from tests.unit.tree.source_tree import CLIENT, CORE, DAEMON, SOURCES, TREE, imp
 CLIENT_ROOMS = (
     "errors", "concurrency", "wire", "ledger", "format", "storage", "memory", "link", "dcp_format",
     "state", "staging", "fetching", "reading", "exchange", "handle", "options", "loading", "advice",
-    "saving", "checkpointer", "__init__", "tools", "demo", "cli", "__main__",
+    "saving", "checkpointer", "dcp", "__init__", "tools", "demo", "cli", "__main__",
 )  # fmt: skip
 """Folders and single files of `milepost`; each imports only from those before it."""
 

@@ -1,0 +1,33 @@
+"""`torch.distributed.checkpoint` by milepost: the same calls, results and errors.
+
+```python
+import milepost.dcp as dcp
+
+dcp.save(state, checkpoint_id=path)
+dcp.load(state, checkpoint_id=path)
+```
+
+What is not ours is torch's, so that this module can stand where torch's did. See docs/dcp.md for
+what differs, and what is handed over to torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed.checkpoint as _stock
+
+from milepost.dcp.loading import load
+from milepost.dcp.reader import Reader
+
+__all__ = ["Reader", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") or not hasattr(_stock, name):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_stock, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *(name for name in dir(_stock) if not name.startswith("_"))})
