@@ -1,9 +1,9 @@
 """`Checkpointer`: the one object a trainer touches.
 
-Owns the order of a save on the trainer: collect the items, see whether the structure is known, get
-a layout if not, take a free slot, copy, tell the daemon. Everything after that happens elsewhere;
-what the daemon says arrives on the connection's thread and ends the handles. Neither a save nor a
-load calls a collective, and no process group is made.
+Owns the order of a save on the trainer: collect the items, get a layout if their structure is new,
+take a free slot, copy, tell the daemon. Everything after that happens elsewhere. The daemon's
+messages arrive on the connection's thread and end the handles. Neither a save nor a load calls a
+collective or makes a process group.
 
 Threads: public methods may be called from any thread; `save`, `prepare` and `load` take turns.
 Handles are safe anywhere.
@@ -87,20 +87,20 @@ class Checkpointer:
         run_dir: run directory of a running daemon; None: `$MILEPOST_RUN_DIR`, else a daemon is
             started for the node.
         job: a name for the run; None: from the launcher's environment, else from the root.
-        slots: how many saves may be under way at once, at least 2; each costs host memory of one
+        slots: how many saves may be under way at once, at least 2; each takes host memory for one
             image.
-        on_busy: with no slot free, "wait" for one, or "skip" the save, on all ranks.
-        on_failure: when a save fails, "warn" in the log, or "raise" at the next `save()` and at
+        on_busy: if no slot is free, "wait" for one, or "skip" the save on all ranks.
+        on_failure: if a save fails, "warn" in the log, or "raise" at the next `save()` and at
             `close()`.
         overwrite: allow a step that this attempt saved, or resumed from, to be saved again.
         keep: which checkpoints stay: `KeepLast(n)`, `KeepEvery(steps)`, `Protect(steps)`, combined
             with `|`; None: all.
-        staging: "blocking": `save()` returns when the copy is complete. "overlap": at once; the
-            optimizer's parameters and state are copied behind the next forward and backward, and
-            its next step waits for that; see docs/overlap.md.
+        staging: "blocking": `save()` returns when the copy is complete. "overlap": `save()` returns
+            at once; the optimizer's parameters and state are copied during the next forward and
+            backward, and the optimizer's next step waits for the copy. See docs/overlap.md.
         optimizer: with "overlap", the torch optimizer of the state that is saved, or several.
-        deadline_s: how long one save may take, all stages together, from its first word at the
-            daemon; a `save()` that has to wait for a slot waits as long at most before that.
+        deadline_s: how long one save may take, all stages together, from its first message to the
+            daemon. Before that, a `save()` may wait for a slot for at most the same time.
         check_replicas: when ranks hold different values under one key, "warn" in the log, once for
             each key; "raise": fail the save; "off": do not compare. See docs/errors.md.
 
@@ -170,10 +170,11 @@ class Checkpointer:
         self._preemption = PreemptionFlag(self._join, self._session.send)
         self._pid = os.getpid()
         self._turn = Turn()
-        """Of the thread that is in `save`, `prepare` or `load`. Only that one changes what follows,
-        and `job` and `attempt`; others read a field at most. What is above never changes."""
+        """Held by the thread that is in `save`, `prepare` or `load`. Only this thread changes the
+        fields below, `job` and `attempt`; other threads at most read a field. The fields above
+        never change."""
         self._preparation: Preparation | None = None
-        """The one that is under way."""
+        """The preparation that is under way."""
         self._first_save = FirstSave(is_telling=self.rank == 0)
         self._loads = 0
         self._is_closed = False
@@ -206,13 +207,13 @@ class Checkpointer:
         except MilepostError as failure:
             if error is None:
                 raise
-            log.warning("while another error went through: %s", failure)
+            log.warning("close() failed too, after another error: %s", failure)
 
     def __repr__(self) -> str:
         return f"<Checkpointer rank {self.rank} of {self.world}, job {self.job}, root {self.root}>"
 
     def _begin_attempt(self) -> None:
-        """Go on as the present attempt of the job; nothing is under way."""
+        """Go on as the present attempt of the job. No save is under way."""
         self.job, self.attempt = self._attempts.job, self._attempts.number
         slots = Slots(
             Stager(self.job, self.attempt, self.rank, slots=self._slots_count),
@@ -226,7 +227,7 @@ class Checkpointer:
             note_made(self)
 
     def _claim_late(self) -> None:
-        """Begin an attempt, if there is none yet. Raises Rejected if there still is none."""
+        """Begin an attempt if there is none yet. Raises Rejected if that is still impossible."""
         if not self.attempt:
             self._attempts.claim_late()
             self._begin_attempt()
@@ -234,7 +235,9 @@ class Checkpointer:
     # --- the daemon
 
     def _join(self) -> None:
-        """Make sure this rank has its place at a living daemon. Raises Unavailable or Rejected."""
+        """Make sure that this rank has joined its job at a running daemon. Raises Unavailable or
+        Rejected.
+        """
         self._session.ensure(
             Join(
                 job=self.job,
@@ -272,20 +275,20 @@ class Checkpointer:
         All ranks call it with the state that they are going to save.
 
         Args:
-            state: as for `save`; nothing of it is kept.
-            wait: False: only the state is read before it returns; the rest is done in the
-                background, and a `save()` meanwhile waits for it. Training goes on, so replicas are
-                not compared between ranks.
+            state: as for `save`; the call keeps no reference to it.
+            wait: if False, the call only reads the state and returns; a thread does the rest, and
+                a `save()` meanwhile waits for it. Since training goes on, replicas are not compared
+                between ranks.
             per_rank: as for `save`.
 
-        An optimizer has state only after its first step, so that is when to call it. torch's
-        `get_state_dict` gives an optimizer its state by a step of its own, which changes training;
-        the log warns of that.
+        Call it after the optimizer's first step: before that, the optimizer has no state. torch's
+        `get_state_dict` gives an optimizer its state by a step of its own. This changes training,
+        and the log warns of it.
 
         Raises:
             UsageError: the state cannot be saved; names the keys.
-            Rejected, Unavailable, SaveFailed: planning failed. With `wait=False` that is logged if
-                it comes later, and the first save tries again.
+            Rejected, Unavailable, SaveFailed: planning failed. With `wait=False` a later failure is
+                only logged, and the first save tries again.
         """
         self._check_open()
         self._settle()
@@ -313,13 +316,13 @@ class Checkpointer:
     def _finish_preparing(self) -> None:
         """Wait for a preparation in the background."""
         if self._preparation is not None:
-            # Forgotten only once it is over: docs/design/0010-interrupts.md.
+            # Forget it only once it is over: docs/design/0010-interrupts.md.
             self._preparation.join()
             self._first_save.was_prepared |= self._preparation.is_complete
         self._preparation = None
 
     def _settle(self) -> None:
-        """Wait until no earlier call of this rank is at work any more."""
+        """Wait until the work of all earlier calls of this rank has ended."""
         self._finish_preparing()
         self._staging.settle()
         self._saves.give_up_left()
@@ -327,9 +330,9 @@ class Checkpointer:
     def guard(self) -> None:
         """Wait until the parameters and optimizer state of the last `save()` may change.
 
-        For loops that change them outside `torch.optim.Optimizer.step()`, which needs no call. With
-        tensors on a GPU it is the current stream that waits, not the host. Returns at once with
-        `staging="blocking"`, and when no copy is under way. For any thread.
+        Call it before code that changes them outside `torch.optim.Optimizer.step()`; the step
+        itself waits without a call. For tensors on a GPU the current stream waits, not the host.
+        Returns at once with `staging="blocking"`, and if no copy is under way. For any thread.
         """
         self._staging.guard()
 
@@ -343,16 +346,16 @@ class Checkpointer:
     ) -> Save:
         """Save the state; return when it is copied and may change. All ranks call it alike.
 
-        With `staging="overlap"` parameters and optimizer state may change only once the guard
-        allows; see `guard`. A save whose copy is still under way is waited for first.
+        With `staging="overlap"`, parameters and optimizer state must not change before the copy is
+        complete; see `guard`. If an earlier save is still being copied, the call waits for it.
 
         Args:
             step: the trainer's step, 0 or more.
             state: what `dcp.save` takes: nested dicts, lists, tensors, DTensors, modules,
-                optimizers and other Stateful objects, picklable objects. Tensors are read until it
-                is staged.
-            per_rank: state that differs by rank (random generators, data loaders): comes back to
-                its rank in `LoadReport.per_rank`.
+                optimizers and other Stateful objects, picklable objects. Tensors are read until the
+                save is staged.
+            per_rank: state that differs by rank (random generators, data loaders). Each rank gets
+                its own back in `LoadReport.per_rank`.
             checkpoint_id: the directory's name below the root; None: `step_<step>`.
 
         Raises:
@@ -391,9 +394,9 @@ class Checkpointer:
         state: Mapping[str, Any],
         per_rank: Mapping[str, Any] | None,
     ) -> None:
-        """Take the state to a slot, or begin to, unless there is none to be had.
+        """Get a slot and copy the state into it, or begin to copy. No slot: the save has ended.
 
-        The lists made of the state are gone on return: the collector is not to walk them.
+        The lists made from the state are gone on return, so that the collector does not walk them.
         """
         content = self._read(ref, state, per_rank)
         filling = self._staging.choose(content.items)
@@ -450,19 +453,19 @@ class Checkpointer:
     ) -> LoadReport:
         """Load a checkpoint into the state, in place. All ranks call it; rank 0 chooses the step.
 
-        Saves of this object that are under way are waited for first. Works on another number of
-        ranks than the checkpoint was saved on. What one rank refuses is refused on all of them,
-        before any has read; see docs/loading.md.
+        The call first waits for saves of this object that are under way. The number of ranks may
+        differ from the number that saved the checkpoint. If one rank cannot load, all ranks raise
+        before any rank reads a tensor; see docs/loading.md.
 
         Args:
             state: a template, as for `dcp.load`. An empty dict or list in it, None, and the state
-                of an optimizer that has not stepped stand for what the checkpoint holds there.
-                None: everything, nested as it was saved, in `LoadReport.state`.
-            step: which one; None: the latest.
+                of an optimizer that has not stepped are filled with what the checkpoint holds
+                there. None: everything, nested as it was saved, in `LoadReport.state`.
+            step: the checkpoint's step; None: the latest.
             partial: leave keys that the checkpoint does not hold as they are.
-            source: "storage", or "auto", which is the same here.
-            verify: compare what is read with its checksums.
-            fallback: where it is damaged, load the newest older one that is whole.
+            source: "storage", or "auto", which means the same for now.
+            verify: compare everything that is read with its checksums.
+            fallback: if the checkpoint is damaged, load the newest older one that is whole.
             cast: convert tensors of other dtypes, as `Tensor.to` does; not if that changes
                 integers.
             allow_pickle: load objects of any class, which runs whatever code the checkpoint names.
@@ -470,8 +473,8 @@ class Checkpointer:
         Raises:
             LoadFailed: "not-found": there is no such checkpoint; "load-failed": keys are missing,
                 or it does not fit; "shape-mismatch", "dtype-mismatch", "unsafe-object".
-            CorruptCheckpoint: it is damaged; names files and keys, and what of the state was
-                overwritten before that was found.
+            CorruptCheckpoint: the checkpoint is damaged; names files and keys, and the keys of the
+                state that were overwritten before the damage was found.
         """
         self._check_open()
         check_choice("source", source, ("auto", "storage"))
@@ -494,10 +497,10 @@ class Checkpointer:
         return loaded.report
 
     def _resume(self, loaded: Loaded) -> None:
-        """Go on from a checkpoint: what this attempt has saved beyond it is history from now on."""
+        """Go on from a checkpoint. Later steps that this attempt has saved are abandoned."""
         is_beyond = self._saves.last_step > loaded.report.step
         if self._attempts.branch(f"load/{self._loads}/attempt", is_needed=is_beyond):
-            # Arenas carry their attempt's number, and those of earlier ones are swept away.
+            # Arenas carry the number of their attempt; those of earlier attempts are removed.
             self._saves.slots.close(unlink=True)
             self._begin_attempt()
         self._saves.resume(loaded.report.step, loaded.name)
@@ -506,9 +509,9 @@ class Checkpointer:
     def preempted(self) -> bool:
         """Whether to save and leave: true on all ranks once any of them got SIGTERM.
 
-        Read it once a step, on all ranks alike, from the main thread: it turns true at the same
-        read everywhere, so that all of them save the same step. The first read takes SIGTERM over:
-        from then on the signal does not end the process by itself.
+        Read it once a step, on every rank, from the main thread. It turns true at the same read on
+        all ranks, so that all of them save the same step. The first read installs a SIGTERM
+        handler: from then on the signal no longer ends the process.
         """
         return self._preemption.read()
 
@@ -519,9 +522,9 @@ class Checkpointer:
     # --- the end
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return once no save of this object is under way, however it ended.
+        """Return once no save of this object is under way, however they ended.
 
-        Raises TimeoutError, naming what still runs.
+        Raises TimeoutError, which names a save that still runs.
         """
         check_timeout(timeout_s)
         self._saves.await_ends(timeout_s)
@@ -533,7 +536,7 @@ class Checkpointer:
         SaveFailed for a save that failed.
         """
         if os.getpid() != self._pid:
-            return  # What a forked child leaves is its parent's.
+            return  # In a forked child, everything belongs to the parent.
         with self._saves.changed:
             is_closed, self._is_closed = self._is_closed, True
         if is_closed:
@@ -550,7 +553,7 @@ class Checkpointer:
             self.wait(self._deadline_s + JOIN_S)
         except TimeoutError as error:
             is_quiet = False
-            log.warning("closing while a save runs, which the daemon finishes: %s", error)
+            log.warning("closed during a save; the daemon will finish it: %s", error)
         if is_quiet:
             self._session.leave()
         self._session.close()
@@ -566,14 +569,15 @@ class Checkpointer:
         if os.getpid() != self._pid:
             raise UsageError(
                 "usage",
-                f"process {os.getpid()} is a fork of {self._pid}, whose checkpointer this is",
-                "save in the process that made it",
+                f"this Checkpointer belongs to process {self._pid}, and process {os.getpid()} is "
+                "a fork of it",
+                "call it in the process that made it",
             )
         if self._is_closed:
             raise UsageError("closed", f"{self!r} is closed", "make a new one")
 
     def _raise_failures(self) -> None:
         for save in self._saves.take_failures():
-            # A failure that `wait()` has raised is known.
+            # The caller knows of a failure that `wait()` has raised.
             if not save.is_told:
                 raise save.failure()

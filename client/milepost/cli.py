@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,16 +40,18 @@ EXIT_USAGE = 2
 EXIT_NO_DAEMON = 3
 
 ANSWER_S = 5.0
-"""How long a daemon may take to answer; it answers within milliseconds unless its node is stuck."""
+"""How long to wait for a daemon's answer. It answers within milliseconds unless its node is
+stuck.
+"""
 
 WATCH_S = 1.0
 """How often `--watch` asks."""
 
 DAMAGES_SHOWN_MAX = 50
-"""Further ones are only counted; `--json` has all."""
+"""How many damages are shown. The rest is only counted; `--json` has all."""
 
 WIDTH_PIPED = 100_000
-"""Columns if stdout is not a terminal: lines are for `grep` then, and are never broken."""
+"""Columns if stdout is not a terminal. Lines are never broken then, so that `grep` finds them."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -96,7 +99,7 @@ def status(
     from milepost.tools.status import fetch, render
 
     if run_dir is not None and url:
-        raise UsageError("usage", "--run-dir and --url name two daemons; give one")
+        raise UsageError("usage", "--run-dir and --url name two daemons; give only one")
     directory = run_dir or Path(os.environ.get("MILEPOST_RUN_DIR") or default_run_dir(os.environ))
     token = os.environ.get("MILEPOSTD_HTTP_TOKEN", "")
 
@@ -118,7 +121,9 @@ def status(
 
 
 def _watch(ask: Callable[[], dict[str, Any]]) -> None:
-    """Show the status until interrupted; a daemon that is away may come back."""
+    """Show the status until interrupted. Goes on while the daemon is away, since it may come
+    back.
+    """
     from rich.live import Live
 
     from milepost.tools.status import render
@@ -229,7 +234,7 @@ def verify(checkpoint: CheckpointPath, as_json: AsJson = False) -> None:
     from milepost.tools.status import counted
 
     found = _verify_with_progress(require_directory(checkpoint))
-    # The verdict comes last, where one looks first in a terminal.
+    # The verdict comes last, where people look first in a terminal.
     _report_damages(found.damages)
     if found.unchecked:
         keys = counted(len(found.unchecked), "key")
@@ -277,7 +282,7 @@ def _report_damages(damages: Sequence[Damage]) -> None:
         keys_of.setdefault((damage.file, damage.text), []).append(damage.key)
     shown = list(keys_of.items())[:DAMAGES_SHOWN_MAX]
     for (file, text), keys in shown:
-        # A missing file is a damage of each of its tensors.
+        # A missing file damages each of its tensors.
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
         _complain(f"{file}{', ' if keys[0] else ''}{keys[0]}{more}: {text}")
     left = len(damages) - sum(len(keys) for _, keys in shown)
@@ -291,7 +296,9 @@ def prune(
     keep_last: Annotated[
         int, typer.Option("--keep-last", min=1, help="How many of the newest stay.")
     ],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove old checkpoints that milepost wrote; never the newest, never another program's."""
@@ -317,7 +324,7 @@ def export(
                                         "or a *.safetensors file.")],
     to: Annotated[str, typer.Option("--to", metavar="torch|safetensors", help="The format.")],
     prefix: Annotated[str, typer.Option(
-        "--prefix", help="Only keys that begin so (`model.`), written without it.")] = "",
+        "--prefix", help="Only keys with this prefix (`model.`), written without it.")] = "",
     max_shard_size: Annotated[str, typer.Option(
         "--max-shard-size", help="Of one safetensors file, such as 500MB or 2GiB.")] = "5GB",
     tensors_only: Annotated[bool, typer.Option(
@@ -330,8 +337,8 @@ def export(
 ) -> None:  # fmt: skip
     """Write a checkpoint as one torch.save file, or as Hugging Face safetensors with their index.
 
-    Checked against its checksums on the way; OUT appears whole or not at all. Paths of the files go
-    to stdout. Exit 1: damage, or the work failed.
+    Compares every byte with its checksum on the way. OUT appears whole or not at all. Paths of the
+    files go to stdout. Exit 1: damage, or the work failed.
     """
     from milepost.tools.export import Options, size_of
     from milepost.tools.export import export as export_checkpoint
@@ -349,7 +356,7 @@ def export(
     with _progress("export") as (on_more, on_bytes):
         found = export_checkpoint(checkpoint, out, options, on_more, on_bytes)
     for alias, kept in found.tied.items():
-        _complain(f"{alias} is tied to {kept}, and written as that alone")
+        _complain(f"{alias} is tied to {kept}; only {kept} is written")
     if found.left_out:
         _complain(f"left out: {counted(len(found.left_out), 'object')}: {listed(found.left_out)}")
     _say_unchecked(found.unchecked)
@@ -407,7 +414,7 @@ def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint, or what import reads.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="The other one.")],
     quick: Annotated[bool, typer.Option(
-        "--quick", help="Believe the manifests where they say that bytes are equal.")] = False,
+        "--quick", help="Trust the manifests if they say that bytes are equal.")] = False,
     allow_pickle: AllowPickle = False,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
@@ -448,8 +455,9 @@ def _differences(found: Comparison) -> Iterator[str]:
             yield f"{_shown(value.key)}: another object"
             continue
         largest = "" if value.largest is None else f", by at most {value.largest:g}"
+        verb = "differs" if value.differing == 1 else "differ"
         yield (
-            f"{_shown(value.key)}: {value.differing} of {counted(value.elements, 'element')} differ"
+            f"{_shown(value.key)}: {value.differing} of {counted(value.elements, 'element')} {verb}"
             f"{largest} (CRC-32 {value.crc_a:08x} in A, {value.crc_b:08x} in B)"
         )
     unread = f", {found.unread} of them by their manifests" if found.unread else ""
@@ -458,7 +466,7 @@ def _differences(found: Comparison) -> Iterator[str]:
 
 
 def _shown(key: str) -> str:
-    """Return a key as a line of text can hold it."""
+    """Return a key in a form that fits on a line of text."""
     return key if key.isprintable() else repr(key)
 
 
@@ -473,8 +481,8 @@ def _say_unchecked(keys: Sequence[str]) -> None:
 def _progress(
     what: str,
 ) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """Show a bar on a terminal. Yields what is told that so many bytes more are to be done, and
-    that so many were. SIGTERM ends the block like an interrupt, so that nothing is left behind.
+    """Show a bar on a terminal. Yields two functions: one adds to the bytes to do, the other to the
+    bytes done. SIGTERM ends the block like an interrupt, so that no file is left behind.
     """
     from rich.progress import (
         BarColumn,
@@ -533,6 +541,8 @@ def _complain(text: str) -> None:
 
 def main() -> None:
     """Console script."""
+    # torch does without numpy, and says so; nothing here needs it.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     try:
         app()
     except MilepostError as error:

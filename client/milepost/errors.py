@@ -1,8 +1,8 @@
-"""Every exception a caller can meet, each with a stable code.
+"""Every exception that a caller can meet, each with a stable code.
 
-A class says what the caller can do about it, the code says what happened, the hint what to try.
-Codes are kebab-case and never change meaning: the same word is on the wire, in the log, as a metric
-label and as a heading in `docs/errors.md`.
+The class says what the caller can do, the code says what happened, the hint says what to try.
+Codes are kebab-case and never change their meaning. The same code is on the wire, in the log, in a
+metric's label and in a heading of `docs/errors.md`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Final
 
 NAMED_MAX: Final = 8
-"""How many keys, ranks or nodes a sentence names before it counts the rest."""
+"""How many keys, ranks or nodes a sentence names. It only counts the others."""
 
 CODES: Final[dict[str, str]] = {
     "usage": "an argument or a setting is wrong",
-    "unsupported-tensor": "a tensor of a kind that cannot be saved exactly",
+    "unsupported-tensor": "a tensor is of a kind that cannot be saved exactly",
     "unpicklable": "an object in the state cannot be pickled",
     "key-collision": "two entries of the state have the same flattened key",
     "key-conflict": "ranks disagree about what one key is",
@@ -33,7 +33,7 @@ CODES: Final[dict[str, str]] = {
     "rank-missing": "a rank did not take part in the save in time",
     "node-missing": "a node did not take part in the save in time",
     "save-mismatch": "ranks disagree about which save this is",
-    "structure-changed": "the structure changed on some ranks, beyond what one save can mend",
+    "structure-changed": "the structure changed on some ranks only; the save cannot be completed",
     "torn-snapshot": "tensors changed while they were copied in the background",
     "coverage-gap": "the shards of a tensor leave a gap",
     "coverage-overlap": "the shards of a tensor overlap",
@@ -41,7 +41,7 @@ CODES: Final[dict[str, str]] = {
     "busy": "no slot was free and on_busy is skip",
     "aborted": "somebody asked for the save to be aborted",
     "shm-too-small": "the memory file system cannot hold the image",
-    "arena-invalid": "the shared memory a client named is not what it says",
+    "arena-invalid": "the shared memory that a trainer named is not what the trainer says",
     "no-space": "the file system is full",
     "quota": "a quota was reached",
     "file-too-large": "a file size limit was reached",
@@ -51,15 +51,15 @@ CODES: Final[dict[str, str]] = {
     "plan-failed": "planning failed",
     "planner-failed": "the user's SavePlanner raised",
     "timeout": "the save's deadline passed",
-    "outcome-unknown": "whether the save was published could not be found out",
+    "outcome-unknown": "it could not be found out whether the save was published",
     "not-found": "no such checkpoint",
     "load-failed": "the checkpoint could not be loaded",
     "shape-mismatch": "a tensor of the checkpoint has another shape than the state's",
     "dtype-mismatch": "a tensor of the checkpoint has another dtype than the state's",
-    "unsafe-object": "an object of the checkpoint names what is not loaded unasked",
+    "unsafe-object": "an object of the checkpoint names a class or function that is not allowed",
     "corrupt": "bytes on disk are not what was written",
-    "protocol": "a message that does not follow the protocol",
-    "internal": "a fault of milepost's own",
+    "protocol": "a message does not follow the protocol",
+    "internal": "an error in milepost itself",
 }
 """All codes with their one-line meaning; `docs/errors.md` has a section for each."""
 
@@ -72,11 +72,11 @@ def listed(values: Sequence[object], joint: str = ", ") -> str:
 
 
 class MilepostError(Exception):
-    """The root of all errors a caller can meet.
+    """The base of all errors that a caller can meet.
 
     Args:
         code: one of `CODES`.
-        message: lower case, no full stop: the act, the object, the numbers.
+        message: the action, the object and the numbers, in lower case without a full stop.
         hint: what to do about it; may be empty.
     """
 
@@ -122,8 +122,8 @@ class StorageError(MilepostError):
 
     Attributes:
         operation: the call, such as `pwrite` or `rename`.
-        path: what it was applied to.
-        errno: the system's number, 0 where there is none.
+        path: the file or directory.
+        errno: the system's error number; 0 if there is none.
         transient: whether trying again may help.
     """
 

@@ -1,7 +1,7 @@
-"""`Save`: the handle of one save, and what it ends in.
+"""`Save`: the handle of one save, and `Checkpoint`, its result.
 
-A handle is written by the Checkpointer (on the trainer's thread or the copying one until staged, on
-the connection's after) and may be read and waited for on any thread. It ends exactly once.
+The Checkpointer writes a handle: on the trainer's or the copying thread until it is staged, on the
+connection's thread after that. Any thread may read it and wait for it. It ends exactly once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Checkpoint:
     Attributes:
         step: the trainer's step.
         path: its directory.
-        bytes: size of its data files together, over all ranks.
+        bytes: size of its data files together, of all ranks.
         elapsed_s: from the save's first report at this node to the commit.
     """
 
@@ -48,14 +48,14 @@ class Save:
         step: the trainer's step.
         name: of the checkpoint's directory below the root.
         save_id: `<attempt>-<count>`, the same on all ranks.
-        is_told: whether `wait()` has raised why it failed.
-        stall_s: how long `save()` kept the trainer.
-        guard_s: how long the guard kept it after that, with `staging="overlap"`.
+        is_told: whether `wait()` has raised the reason of its failure.
+        stall_s: how long `save()` took.
+        guard_s: with `staging="overlap"`: how long the guard kept the trainer waiting after that.
     """
 
-    # `_changed` guards every field that changes, but for `stall_s`, which `save()` sets before it
-    # returns the handle. `phase`, `done()` and what is told of an end are read without it: a read
-    # is one step, `_phase` is set last, and it never changes after an end.
+    # `_changed` guards every field that changes, except `stall_s`, which `save()` sets before it
+    # returns the handle. `phase`, `done()` and the result are read without the lock: a read is one
+    # step, `_phase` is set last, and it never changes after the end.
 
     def __init__(self, step: int, name: str, save_id: str, abort: Callable[[], None]) -> None:
         self.step = step
@@ -98,7 +98,7 @@ class Save:
         """Return the checkpoint once it is committed: durable and published.
 
         Raises:
-            SaveFailed: it failed, was skipped (`busy`), or how it ended could not be found out
+            SaveFailed: it failed, it was skipped (`busy`), or its outcome could not be found out
                 (`outcome-unknown`).
             TimeoutError: not ended in time; the save goes on.
         """
@@ -110,10 +110,11 @@ class Save:
         return self._checkpoint
 
     def add_done_callback(self, function: Callable[[Save], None]) -> None:
-        """Call `function(save)` once when the save ends, at once if it has.
+        """Call `function(save)` once when the save ends, or at once if it has ended.
 
-        It runs on the connection's thread, or on the one that found that the save cannot be staged,
-        and must not block; what it raises is logged. Raises UsageError for what cannot be called.
+        The function runs on the connection's thread, or on the thread that found that the save
+        cannot be staged. It must not block; an exception from it is logged. Raises UsageError if it
+        is not callable.
         """
         if not callable(function):
             raise UsageError("usage", f"a done callback must be callable, got {function!r}")
@@ -124,12 +125,14 @@ class Save:
         self._call(function)
 
     def abort(self) -> None:
-        """Ask for the save to end, on all ranks; it may still be committed if that is under way."""
+        """Ask all ranks to give the save up. It may still be committed if the commit is under
+        way.
+        """
         if not self.done():
             self._abort()
 
     def failure(self) -> SaveFailed:
-        """Return why it did not become a checkpoint. Only for a save that ended so."""
+        """Return why it did not become a checkpoint. Only for a save that ended without one."""
         assert self._cause is not None
         error = error_of(self._cause, SaveFailed)
         assert isinstance(error, SaveFailed)
@@ -138,7 +141,7 @@ class Save:
     # --- for the Checkpointer
 
     def await_end(self, timeout_s: float | None) -> None:
-        """Return once it has ended, however. Raises TimeoutError."""
+        """Return once it has ended, in whatever way. Raises TimeoutError."""
         self._wait_until(self.done, timeout_s, "committed")
 
     def add_guard(self, waited_s: float) -> None:

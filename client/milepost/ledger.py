@@ -1,9 +1,9 @@
 """What one rank knows of its saves: messages in, decisions out.
 
-Owns the saves that are open, the layouts that have come for them, the plans by structure, the names
-that are taken, the failures that are still to be raised, and the numbers of saves. It is pure: no
-thread, lock, socket, clock, file, log or torch. `milepost.saving.saves` keeps a lock around it and
-carries out what it decides; the simulation drives the same object.
+Owns the open saves, the layouts that arrived for them, the plans by structure, the names that are
+taken, the failures that nobody has raised yet, and the numbers of saves. It is pure: no thread,
+lock, socket, clock, file, log or torch. `milepost.saving.saves` guards it with a lock and carries
+out its decisions. The simulation drives the same object.
 
 A save is open from `open` until the ledger decides how it ends. The caller gives each save a
 handle, which the ledger returns in its decisions and never looks at.
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ENDED: Final = frozenset(ending.value for ending in Ending)
-"""Phases that a save does not leave."""
+"""Phases in which a save ends."""
 
 STAGED: Final = frozenset({"staged", "writing", "prepared", "committed"})
 """Phases in which the image is complete."""
 
 LAYOUTS_MAX: Final = 8
-"""How many structures are remembered with their layouts: with and without optimizer state, say, in
-turn."""
+"""How many structures the ledger remembers, with their layouts. A loop may alternate between a few,
+such as with and without optimizer state."""
 
 EARLY_ENDS_MAX: Final = 64
-"""How many ends of saves are kept that this rank has not called yet: other ranks may be a few saves
-ahead."""
+"""How many ends of saves are kept for which this rank has not called `save()` yet. Other ranks may
+be a few saves ahead."""
 
 H = TypeVar("H")
 
@@ -72,7 +72,7 @@ class EndUncommitted(Generic[H]):
     outcome: Ending
     cause: Cause
     is_logged: bool
-    """Whether the log tells of it; what a call raises is not logged, too."""
+    """Whether to log it; a failure that a call raises is not logged as well."""
 
 
 @dataclass(frozen=True)
@@ -85,19 +85,21 @@ class Advance(Generic[H]):
 
 @dataclass(frozen=True)
 class FreeSlot:
-    """Give the save's slot back, if it holds one: the daemon does not read it any more."""
+    """Give back the save's slot, if it holds one: the daemon no longer reads it."""
 
     save_id: str
 
 
 @dataclass(frozen=True)
 class LoseArena:
-    """Make a new arena for the next save: the file of the present one was taken away."""
+    """Make a new arena for the next save: somebody removed the file of the present one."""
 
 
 @dataclass(frozen=True)
 class ForgetWords:
-    """Tell a restarted daemon nothing of this save any more: it has ended, and its slot is free."""
+    """Stop repeating this save's messages to a restarted daemon: the save has ended, and its slot
+    is free.
+    """
 
     save_id: str
 
@@ -117,9 +119,9 @@ class OpenSave(Generic[H]):
     Attributes:
         ref: its names.
         handle: the caller's.
-        phase: "staging" until `staged`, then as the daemon tells.
-        layout: what this rank shall write, once it is known.
-        is_in_hand: a call of this rank has yet to stage it, or to say that it will not.
+        phase: "staging" until `staged`, then the phase that the daemon reports.
+        layout: what this rank has to write, once it is known.
+        is_in_hand: a call of this rank has neither staged it yet nor said that it will not.
     """
 
     ref: SaveRef
@@ -135,7 +137,7 @@ class OpenSave(Generic[H]):
 
 
 class _Taken(NamedTuple):
-    """Who has a directory's name."""
+    """Which save has a directory's name."""
 
     step: int
     by: str
@@ -145,7 +147,7 @@ class Ledger(Generic[H]):
     """See the module's docstring. One thread at a time.
 
     Args:
-        is_raising: failures are kept until `take_failures`, for a caller that raises them.
+        is_raising: whether to keep failures until `take_failures`, for a caller that raises them.
     """
 
     def __init__(self, *, is_raising: bool = False) -> None:
@@ -158,23 +160,24 @@ class Ledger(Generic[H]):
         """By fingerprint."""
         self._failures: list[H] = []
         self._taken: dict[str, _Taken] = {}
-        """By directory name: what this attempt has saved or resumed from, and must not replace."""
+        """By directory name: the checkpoints that this attempt saved or resumed from. It must not
+        replace them."""
         self._early_ends: dict[str, tuple[Ending, Cause]] = {}
         self._last_step = -1
         self._owed: dict[str, None] = {}
         """Saves that have ended while the daemon still reads their slots."""
 
     def begin(self, job: str, attempt: int) -> Sequence[Decision[H]]:
-        """Number the saves that come as those of this attempt. Nothing is under way.
+        """Number the following saves as saves of this attempt. No save is under way.
 
-        What an earlier attempt has saved may be saved again. The count goes on, so that an id is
-        never given twice.
+        Steps that an earlier attempt saved may be saved again. The count goes on, so that no id is
+        given twice.
         """
         self._job, self._attempt = job, attempt
         self._taken.clear()
         self._last_step = -1
         owed, self._owed = self._owed, {}
-        # A daemon refuses words of an earlier attempt.
+        # A daemon refuses messages of an earlier attempt.
         return [ForgetWords(save_id) for save_id in owed]
 
     # --- what is asked
@@ -189,34 +192,36 @@ class Ledger(Generic[H]):
         return save_id in self._open
 
     def layout_of(self, save_id: str) -> LayoutReady | None:
-        """Return the layout that has come for an open save, if one has."""
+        """Return the layout that arrived for an open save, or None."""
         save = self._open.get(save_id)
         return None if save is None else save.layout
 
     def plan_of(self, structure: str) -> KnownPlan | None:
-        """Return the layout that a structure has had, if it still holds."""
+        """Return the known layout of a structure if it is still valid, or None."""
         return self._plans.get(structure)
 
     def taken_by(self, name: str) -> str | None:
-        """Return what of this attempt has a directory's name; None: it is free."""
+        """Return in words which checkpoint of this attempt has a directory's name; None: it is
+        free.
+        """
         taken = self._taken.get(name)
         return None if taken is None else taken.by
 
     @property
     def last_step(self) -> int:
-        """Greatest step that this attempt has committed, or may yet commit; -1: none."""
+        """The greatest step that this attempt has committed or may still commit; -1: none."""
         return self._last_step
 
     def take_failures(self) -> list[H]:
-        """Return the failures that are to be raised, oldest first, each once."""
+        """Return the failures that the caller has to raise, oldest first, each only once."""
         failures, self._failures = self._failures, []
         return failures
 
     # --- what this rank does
 
     def name_save(self, step: int, name: str, *, is_plan_only: bool = False) -> SaveRef:
-        """Give the next save its names: the same on all ranks, without a message, since each of
-        them counts its calls.
+        """Give the next save its names. They are the same on all ranks, without a message, since
+        each rank counts its calls.
         """
         self._count += 1
         return SaveRef(
@@ -224,14 +229,14 @@ class Ledger(Generic[H]):
             save_id=f"{self._attempt}-{self._count}",
             step=step,
             name=name,
-            # The caller has refused what must not be replaced; what is left is of an abandoned
-            # future, or may be overwritten.
+            # The caller has refused names that must not be replaced. A name that is still taken
+            # belongs to an abandoned step, or may be overwritten.
             overwrite=True,
             is_plan_only=is_plan_only,
         )
 
     def open(self, ref: SaveRef, handle: H) -> Sequence[Decision[H]]:
-        """Take a save up; it ends at once if the other ranks have ended it already."""
+        """Open a save; it ends at once if the other ranks have ended it already."""
         save = self._open[ref.save_id] = OpenSave(ref, handle)
         if not ref.is_plan_only:
             self._taken[ref.name] = _Taken(ref.step, f"save {ref.save_id} of this attempt")
@@ -239,14 +244,14 @@ class Ledger(Generic[H]):
         return [] if early is None else self._end(save, *early)
 
     def keep_plan(self, structure: str, plan: KnownPlan) -> None:
-        """Remember the layout of a structure, in place of the oldest if there are too many."""
+        """Remember the layout of a structure; forget the oldest one if there are too many."""
         self._plans[structure] = plan
         while len(self._plans) > LAYOUTS_MAX:
             del self._plans[next(iter(self._plans))]
 
     def stage(self, save_id: str) -> Sequence[Decision[H]]:
-        """Note that the image is complete. Returns nothing if the save has ended: then nobody is
-        going to read the image.
+        """Note that the image is complete. Returns None if the save has ended: then nobody will
+        read the image.
         """
         save = self._open.get(save_id)
         if save is None:
@@ -255,35 +260,38 @@ class Ledger(Generic[H]):
         return [Advance(save.handle, save.phase)]
 
     def skip(self, save_id: str) -> None:
-        """Note that this rank has said that it skips the save; it ends by the daemon's word."""
+        """Note that this rank told the daemon that it skips the save. The daemon's answer ends
+        it.
+        """
         if save := self._open.get(save_id):
             save.is_in_hand = False
 
     @property
     def in_hand(self) -> list[SaveRef]:
-        """The open saves that a call has yet to stage, oldest first."""
+        """The open saves that a call has not staged or given up yet, oldest first."""
         return [save.ref for save in self._open.values() if save.is_in_hand]
 
     def give_up(
         self, save_id: str, cause: Cause, *, is_raised: bool = False
     ) -> Sequence[Decision[H]]:
-        """End a save that this rank cannot complete, if it has not ended. `is_raised`: the caller
-        raises the cause.
+        """End a save that this rank cannot complete, unless it has ended.
+
+        is_raised: the caller raises the cause, so it is not logged.
         """
         save = self._open.get(save_id)
         return [] if save is None else self._end(save, Ending.FAILED, cause, is_raised=is_raised)
 
     def close_plan(self, save_id: str) -> Sequence[Decision[H]]:
-        """End what was opened for the sake of a layout only."""
+        """End a save that was opened only to get a layout."""
         save = self._open.pop(save_id, None)
         if save is None:
             return []
-        cause = Cause("aborted", "it was to prepare only")
+        cause = Cause("aborted", "prepare() only makes a plan and saves nothing")
         return [EndUncommitted(save.handle, save.ref, Ending.SKIPPED, cause, is_logged=False)]
 
     def resume(self, step: int, name: str) -> None:
-        """Note that this attempt goes on from a checkpoint, which it does not replace. What lies
-        beyond is history, also if it was resumed from before.
+        """Note that this attempt goes on from a checkpoint, which it must not replace. Later steps
+        are abandoned, even one that the attempt resumed from before.
         """
         self._taken = {each: taken for each, taken in self._taken.items() if taken.step <= step}
         self._taken[name] = _Taken(step, "the checkpoint this attempt resumed from")
@@ -291,10 +299,10 @@ class Ledger(Generic[H]):
     # --- what it hears
 
     def heard(self, message: object) -> Sequence[Decision[H]]:
-        """Take a message of the daemon; one that tells nothing of saves changes nothing."""
+        """Take a message of the daemon. A message that is not about saves changes nothing."""
         match message:
             case LayoutReady():
-                # One that comes after its save has ended would never be fetched.
+                # Nobody would fetch a layout that arrives after its save has ended.
                 if save := self._open.get(message.save_id):
                     save.layout = message
             case Progress():
@@ -313,13 +321,13 @@ class Ledger(Generic[H]):
     def gone(self, cause: Cause) -> Sequence[Decision[H]]:
         """End all open saves: the daemon does not come back.
 
-        A daemon that was only stopped goes on with what is staged, and so do those of other nodes:
-        how these saves end is not known.
+        A daemon that was only stopped goes on with what is staged, and so do daemons of other
+        nodes. So the outcome of a save that this rank staged is not known.
         """
         unknown = Cause(
             "outcome-unknown",
-            f"all of it was staged, and {cause.message}",
-            "it may still be committed: steps() and `milepost list` tell",
+            f"this rank had staged the save, but {cause.message}",
+            "it may still be committed: look with steps() or `milepost list`",
             cause.node,
             cause.rank,
         )
@@ -345,8 +353,8 @@ class Ledger(Generic[H]):
         if message.slot_free:
             decisions += self._slot_freed(save_id)
         else:
-            # Whoever is daemon when the slot is free has to know that somebody waits for it: what
-            # was said of the save is said again to one that was restarted.
+            # The daemon that runs when the slot becomes free must know that this rank waits for it.
+            # So a restarted daemon is told again what was said of the save.
             self._owed[save_id] = None
         save = self._open.get(save_id)
         cause = message.cause or Cause("internal", "the daemon gave no reason")
@@ -364,7 +372,7 @@ class Ledger(Generic[H]):
     def _end(
         self, save: OpenSave[H], outcome: Ending, cause: Cause, *, is_raised: bool = False
     ) -> Sequence[Decision[H]]:
-        """End a save that has not become a checkpoint, as far as this rank knows."""
+        """End a save that did not become a checkpoint as far as this rank knows."""
         ref, decisions = save.ref, list[Decision[H]]()
         if not ref.is_plan_only:
             if outcome is Ending.UNKNOWN:
@@ -376,13 +384,13 @@ class Ledger(Generic[H]):
         is_told = is_raised or ref.is_plan_only or outcome is Ending.SKIPPED
         if self._is_raising and not is_told:
             self._failures.append(save.handle)
-        # Last: docs/design/0010-interrupts.md.
+        # This comes last: docs/design/0010-interrupts.md.
         del self._open[ref.save_id]
         decisions.append(EndUncommitted(save.handle, ref, outcome, cause, is_logged=not is_told))
         return decisions
 
     def _keep_early(self, save_id: str, outcome: Ending, cause: Cause) -> None:
-        """Note how a save ended that this rank has not called yet."""
+        """Note how a save ended for which this rank has not called `save()` yet."""
         if _count_of(save_id) <= self._count:
             return
         self._early_ends[save_id] = (outcome, cause)
@@ -391,6 +399,6 @@ class Ledger(Generic[H]):
 
 
 def _count_of(save_id: str) -> int:
-    """Return the second part of `<attempt>-<count>`, which goes on from attempt to attempt."""
+    """Return the second part of `<attempt>-<count>`. The count goes on from attempt to attempt."""
     count = save_id.rpartition("-")[2]
     return int(count) if count.isdecimal() else 0

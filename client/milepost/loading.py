@@ -39,16 +39,16 @@ def load(
     allow_pickle: bool = False,
     timeout_s: float = 600.0,
 ) -> LoadReport:
-    """Load a checkpoint by its path: of another run, or in a program that only reads.
+    """Load a checkpoint by its path, such as one of another run, or in a program that only reads.
 
     Needs neither a daemon nor the right to write. All ranks of the group call it.
 
     Args:
-        path: a checkpoint's directory, of milepost or of stock torch; or a directory of
-            checkpoints, of which the newest is taken, or that of `step`.
+        path: the directory of a checkpoint of milepost or stock torch; or a directory of
+            checkpoints, from which the newest is loaded, or that of `step`.
         state: a template, as for `Checkpointer.load`, filled in place; None: everything, nested as
-            it was saved, in `LoadReport.state`, on every rank the whole.
-        step: which one of a directory of checkpoints.
+            it was saved, in `LoadReport.state`; each rank gets the whole.
+        step: which checkpoint of a directory of checkpoints.
         process_group: the ranks that load together; None: the default group, or one process
             without torch.distributed.
         no_dist: load in this process alone, also where torch.distributed is set up.
@@ -94,7 +94,7 @@ def load(
 
 
 def _find(place: Path, step: int | None, *, fallback: bool) -> tuple[str, int]:
-    """Return the checkpoint that is at a place and its step; no name, if that holds several."""
+    """Return the checkpoint at a path, and its step; no name if the path holds several."""
     if not (place / METADATA_NAME).exists():
         if place.is_dir():
             return "", -1
@@ -102,7 +102,7 @@ def _find(place: Path, step: int | None, *, fallback: bool) -> tuple[str, int]:
     if fallback or step is not None:
         raise UsageError(
             "usage",
-            f"{place} is one checkpoint; step and fallback are for a directory of them",
+            f"{place} is one checkpoint; step and fallback need a directory of checkpoints",
             f"name {place.parent}",
         )
     checkpoint = place.resolve()

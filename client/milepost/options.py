@@ -1,6 +1,6 @@
-"""What a Checkpointer is told: options checked, and the job's name found.
+"""The arguments of a Checkpointer: checks them, and finds the job's name.
 
-Pure but for reading the environment; knows nothing of daemons, arenas or saves.
+Pure except that it reads the environment; knows nothing of daemons, arenas or saves.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from milepost.storage.names import check_name
 from milepost.storage.retention import Policy
 
 JOB_CHARACTERS_MAX: Final = 200
-"""Longest name of a job: it is on every line of the log and in every message."""
+"""Longest name of a job. The name is in every log line and every message."""
 
 JOB_VARIABLES: Final = ("MILEPOST_JOB", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "JOB_NAME")
-"""Where launchers say what the job is called, first match wins."""
+"""Variables in which launchers put the job's name; the first one that is set counts."""
 
 
 def check_options(
@@ -40,7 +40,7 @@ def check_options(
     overwrite: object = False,
     check_replicas: object = "warn",
 ) -> None:
-    """Refuse options that are none. Raises UsageError."""
+    """Refuse invalid options. Raises UsageError."""
     check_choice("check_replicas", check_replicas, ("warn", "raise", "off"))
     check_choice("on_busy", on_busy, ("wait", "skip"))
     check_choice("on_failure", on_failure, ("warn", "raise"))
@@ -49,17 +49,21 @@ def check_options(
         raise UsageError(
             "usage",
             f"slots is {slots!r}, not a whole number of at least 2",
-            "one is written while one is filled",
+            "one is written while the other is filled",
         )
     if type(deadline_s) not in (int, float) or not deadline_s > 0:
         raise UsageError("usage", f"deadline_s is {deadline_s!r}, not a number of seconds above 0")
     if keep is not None and not isinstance(keep, Policy):
-        raise UsageError("usage", f"keep is {keep!r}, not a rule", "use KeepLast(n) and the like")
+        raise UsageError(
+            "usage",
+            f"keep is {keep!r}, not a rule",
+            "use KeepLast(n), KeepEvery(steps) or Protect(steps)",
+        )
     if planner is not None and not isinstance(planner, SavePlanner):
         raise UsageError(
             "usage",
             f"planner is {planner!r}, not a SavePlanner",
-            "give an object of torch.distributed.checkpoint.SavePlanner, or leave it out",
+            "pass an instance of torch.distributed.checkpoint.SavePlanner, or leave it out",
         )
     if not isinstance(overwrite, bool):
         raise UsageError("usage", f"overwrite is {overwrite!r}, not True or False")
@@ -78,19 +82,19 @@ def make_staging(
     if planner is not None and not is_default(planner):
         raise UsageError(
             "usage",
-            f"staging='overlap' with a {type(planner).__name__}: what a SavePlanner hands over "
-            "cannot be told from a copy",
+            f"staging='overlap' does not work with a {type(planner).__name__}: a SavePlanner may "
+            "return copies, which the guard cannot recognise",
             "use staging='blocking' with a planner of your own",
         )
     return BehindStaging(optimizer)
 
 
 STEP_MAX: Final = 2**63 - 1
-"""Largest step: what msgpack and the manifest hold."""
+"""Largest step that msgpack and the manifest can hold."""
 
 
 def check_step(step: object) -> int:
-    """Return a step as a plain int; numpy's and the like are taken. Raises UsageError."""
+    """Return a step as a plain int; accepts numpy's integers, too. Raises UsageError."""
     try:
         number = operator.index(step)  # type: ignore[arg-type]
     except TypeError:
@@ -124,7 +128,7 @@ def directory_name(step: int, checkpoint_id: object) -> str:
 
 
 def find_root(root: object) -> Path:
-    """Return the root as an absolute path without links. Raises UsageError for what is no path of a
+    """Return the root as an absolute path without links. Raises UsageError if it is not a path on a
     file system.
     """
     text = _path_of(root)
@@ -135,9 +139,13 @@ def find_root(root: object) -> Path:
             "usage", f"root is {root!r}, which has characters that are not text", "rename it"
         )
     if "://" in text:
-        raise UsageError("usage", f"root is the URL {text}", "mount it; there are no object stores")
+        raise UsageError(
+            "usage", f"root is the URL {text}", "mount it; object stores are not supported"
+        )
     if text.startswith("~"):
-        raise UsageError("usage", f"root is {text}, and ~ is the shell's", "os.path.expanduser()")
+        raise UsageError(
+            "usage", f"root is {text}, and only a shell expands ~", "use os.path.expanduser()"
+        )
     path = Path(os.path.realpath(text))
     try:
         is_other = path.exists() and not path.is_dir()
@@ -145,8 +153,8 @@ def find_root(root: object) -> Path:
         reason = (error.strerror or str(error)).lower()
         raise UsageError(
             "usage",
-            f"root is {path}, which cannot be looked at: {reason}",
-            "let this user search all directories above it",
+            f"root is {path}, which cannot be examined: {reason}",
+            "give this user search permission (x) on all directories above it",
         ) from error
     if is_other:
         raise UsageError("usage", f"root is {path}, which is a file", "name a directory")
@@ -154,7 +162,7 @@ def find_root(root: object) -> Path:
 
 
 def find_run_dir(given: object) -> Path:
-    """Return a run directory as an absolute path. Raises UsageError for what is no path."""
+    """Return a run directory as an absolute path. Raises UsageError if it is not a path."""
     text = _path_of(given)
     if not text or not isinstance(text, str) or not _is_printable(text):
         raise UsageError(
@@ -164,7 +172,7 @@ def find_run_dir(given: object) -> Path:
 
 
 def _path_of(given: object) -> object:
-    """Return what the caller names, a str or bytes; empty if it is no path."""
+    """Return the caller's path, as str or bytes; empty if it is not a path."""
     try:
         found: object = os.fspath(given)  # type: ignore[call-overload]
     except TypeError:
@@ -173,14 +181,14 @@ def _path_of(given: object) -> object:
 
 
 def _is_printable(text: str) -> bool:
-    """Whether a name can stand on a line of a log and in a message as it is: no control
-    characters, no lone surrogates.
+    """Whether a name can go into a log line and a message unchanged: it has no control characters
+    and no lone surrogates.
     """
     return text.isprintable()
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuse a value that is none of the choices. Raises UsageError naming them."""
+    """Refuse a value that is not one of the choices. Raises UsageError, which names them."""
     if value not in choices:
         raise UsageError(
             "usage", f"{name} is {value!r}, not one of {', '.join(map(repr, choices))}"
@@ -188,7 +196,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def job_name(given: object, root: Path) -> str:
-    """Return the job's name: as given, as the launcher has it, else a hash of the root."""
+    """Return the job's name: the given one, else the launcher's, else a hash of the root."""
     if given is not None:
         name = given if isinstance(given, str) and _is_printable(given) else ""
         if not name.strip() or len(name) > JOB_CHARACTERS_MAX:

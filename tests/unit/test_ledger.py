@@ -238,7 +238,7 @@ def test_when_the_daemon_is_gone_what_was_staged_is_unknown_and_the_rest_has_fai
     assert {FreeSlot(staged.save_id), FreeSlot(staging.save_id)} <= set(decisions)
     (unknown,) = [each for each in decisions if isinstance(each, EndUncommitted)][:1]
     assert "outcome-unknown" == unknown.cause.code
-    assert "all of it was staged, and the daemon is away" == unknown.cause.message
+    assert "this rank had staged the save, but the daemon is away" == unknown.cause.message
     assert () == ledger.open_saves
 
 

@@ -286,7 +286,7 @@ def test_an_attempt_that_begins_behind_what_is_there_is_warned_once_that_nothing
     (record,) = caplog.records
     text = record.getMessage()
     assert f"{root.path} holds step 60 of an earlier attempt" in text
-    assert "step 10 is saved" in text
+    assert "now saves step 10" in text
     assert "ck.load(state)" in text
 
 

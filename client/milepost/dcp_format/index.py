@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from milepost.concurrency.collector import collector_paused
 from milepost.dcp_format.columns import ColumnsDraft, columns_of
 from milepost.dcp_format.container import dtype_from_name, dtype_name
+from milepost.dcp_format.coverage import form_problem
 from milepost.errors import CorruptCheckpoint, LoadFailed, SaveFailed, UsageError
 from milepost.format.layout import place
 from milepost.format.manifest import METADATA_NAME
@@ -544,7 +545,7 @@ def read_metadata(path: Path, *, allow_pickle: bool = False) -> Metadata:
             file_bytes = os.fstat(stream.fileno()).st_size
             unpickler = pickle.Unpickler if allow_pickle else _Unpickler
             metadata = unpickler(stream).load()
-        problem = _problem(metadata)
+        problem = form_problem(metadata)
     except _UnknownName as error:
         named = str(error).rpartition(".")[2]
         raise CorruptCheckpoint(
@@ -573,26 +574,3 @@ def read_metadata(path: Path, *, allow_pickle: bool = False) -> Metadata:
     if problem:
         raise CorruptCheckpoint("corrupt", f"{file} is not an index: {problem}")
     return cast("Metadata", metadata)
-
-
-def _problem(metadata: Any) -> str:
-    """Return what is wrong with the form of an unpickled index; "" if nothing is."""
-    if not isinstance(metadata, Metadata):
-        return f"it holds a {type(metadata).__name__}"
-    described: Any = getattr(metadata, "state_dict_metadata", None)
-    storage_data: Any = metadata.storage_data
-    if not isinstance(described, dict) or not isinstance(storage_data, dict):
-        return "it lacks state_dict_metadata or storage_data"
-    for key, entry in described.items():
-        if not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
-            return f"it describes {key!r} by a {type(entry).__name__}"
-    names = set()
-    for index, info in storage_data.items():
-        if not isinstance(index, MetadataIndex) or not isinstance(info, _StorageInfo):
-            return f"it has a {type(info).__name__} as the place of a {type(index).__name__}"
-        names.add(str(info.relative_path))
-    for name in names:
-        path = pathlib.PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts:
-            return f"it names the file {name!r}, outside the checkpoint"
-    return ""

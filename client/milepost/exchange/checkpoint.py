@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -25,7 +26,7 @@ from milepost.exchange.source import BLOCK_BYTES, Source, TensorForm, is_plain
 from milepost.format.manifest import METADATA_NAME, Manifest, read_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from torch.distributed.checkpoint.metadata import Metadata
@@ -69,9 +70,29 @@ class CheckpointSource(Source):
                 self.unreadable[key] = f"its dtype is {entry.properties.dtype}"
             else:
                 self.tensors[key] = TensorForm(entry.properties.dtype, tuple(entry.size))
+                self._compare_lengths(key, entry)
         self.paths = _paths(metadata)
         self._block = mmap.mmap(-1, BLOCK_BYTES)
         self._scratch = mmap.mmap(-1, BLOCK_BYTES)
+
+    def _compare_lengths(self, key: str, entry: TensorStorageMetadata) -> None:
+        """Note a shard that its blob cannot hold, before anything is made of the size it claims."""
+        places = self._places.get(key, {})
+        for chunk in entry.chunks:
+            place = places.get(tuple(chunk.offsets), places.get(None))
+            nbytes = prod(chunk.sizes) * entry.properties.dtype.itemsize
+            if place is not None and nbytes > place.length:
+                text = f"a shard of it takes {nbytes} bytes, its blob has {place.length}"
+                self._problems.setdefault(key, text)
+
+    def require_readable(self, keys: Sequence[str]) -> None:
+        """See `Source`. Raises CorruptCheckpoint, too, for a key that the index does not describe
+        whole.
+        """
+        for key in keys:
+            if key in self._problems:
+                raise damage(self.checkpoint, METADATA_NAME, key, self._problems[key])
+        super().require_readable(keys)
 
     def _read_manifest(self) -> dict[tuple[str, str, int, int], int]:
         """Return the manifest's checksums by key, file, offset and length."""

@@ -69,6 +69,6 @@ def _reported(what: str) -> Iterator[None]:
 def _unsafe(what: str, names: Sequence[str]) -> LoadFailed:
     return LoadFailed(
         "unsafe-object",
-        f"{what} names what is not loaded unasked: {listed(names)}; nothing was run",
+        f"{what} names a class or function that is not allowed: {listed(names)}; nothing was run",
         "if you trust whoever wrote it, --allow-pickle unpickles it",
     )

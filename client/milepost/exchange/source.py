@@ -68,6 +68,18 @@ class Source(ABC):
         self.unreadable: dict[str, str] = {}
         self.unchecked: list[str] = []
 
+    def require_readable(self, keys: Sequence[str]) -> None:
+        """Raise UsageError (`unsupported-tensor`) that names those of the keys that have no plain
+        bytes.
+        """
+        faults = [f"{key!r}: {self.unreadable[key]}" for key in keys if key in self.unreadable]
+        if faults:
+            raise UsageError(
+                "unsupported-tensor",
+                f"{len(faults)} of the tensors have no plain elements: {listed(faults, '; ')}",
+                "save their parts, or their dense form, under keys of their own",
+            )
+
     @abstractmethod
     def blocks(self, key: str, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
         """Yield a tensor's bytes, contiguous and row-major, in blocks of at most `block_bytes`.
@@ -83,19 +95,6 @@ class Source(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close what is open."""
-
-
-def require_readable(source: Source, keys: Sequence[str]) -> None:
-    """Raise UsageError (`unsupported-tensor`) that names those of the keys that have no plain
-    bytes.
-    """
-    faults = [f"{key!r}: {source.unreadable[key]}" for key in keys if key in source.unreadable]
-    if faults:
-        raise UsageError(
-            "unsupported-tensor",
-            f"{len(faults)} of the tensors have no plain elements: {listed(faults, '; ')}",
-            "save their parts, or their dense form, under keys of their own",
-        )
 
 
 def is_plain(dtype: torch.dtype) -> bool:

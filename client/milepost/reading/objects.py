@@ -88,11 +88,11 @@ def _unsafe(
     classes = dict.fromkeys(name.rpartition(".")[2] for names in refused.values() for name in names)
     return LoadFailed(
         "unsafe-object",
-        f"{checkpoint} has {len(refused)} objects that name what is not loaded unasked: "
-        f"{listed(told, '; ')}",
-        "if you trust them: torch.serialization.add_safe_globals(["
-        f"{listed(list(classes))}]) allows these, {allowing} anything, and runs whatever code the "
-        "checkpoint names",
+        f"{checkpoint} has {len(refused)} objects that name a class or function that is not "
+        f"allowed: {listed(told, '; ')}",
+        "if you trust them, torch.serialization.add_safe_globals(["
+        f"{listed(list(classes))}]) allows these; {allowing} allows everything, and runs whatever "
+        "code the checkpoint names",
     )
 
 

@@ -1,7 +1,7 @@
 """This run's right to its root: what rank 0 claims and checks there, for all ranks.
 
-Owns the job's claim on the root. It must not know of saves that are under way, nor of daemons.
-One thread at a time, but for `close`.
+Owns the job's claim on the root. It must not know of daemons, or of saves that are under way.
+One thread at a time, except for `close`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("milepost")
 
 UNWRITABLE: Final = frozenset({"permission", "read-only"})
-"""Codes of a root that others may write to."""
+"""Error codes of a root to which this user cannot write, though others may."""
 
 
 class RootAccess:
-    """The root as one rank may use it. On ranks but 0 every check passes: rank 0 makes it for all.
+    """The root as one rank may use it. Rank 0 makes every check for all ranks; on the other ranks
+    each check passes.
 
     Args:
         path: the root.
@@ -47,25 +48,25 @@ class RootAccess:
     def enter(self, name: str) -> tuple[str, int]:
         """Make the root; return the job's name on the wire and its next attempt.
 
-        The name ends with the root's identity: two roots are two jobs to a daemon, also if one
-        launcher runs both, or one is the other deleted and made again.
+        The name ends with the root's identity. So two roots are two jobs to a daemon, even if one
+        launcher runs both, or if a root was deleted and made again under the same path.
         """
         root = Root(self._path)
         root.prepare()
         job = f"{name}@{root.identity()}"
         other = find_other(root, job)
         if other:
-            log.warning("%s: load() works, prepare() and save() are refused meanwhile", other)
+            log.warning("%s: load() works, but prepare() and save() are refused until then", other)
         return job, root.claim_attempt(name)
 
     def enter_or_read(self, name: str) -> tuple[str, int]:
-        """Enter the root, or return attempt 0 for one that can be read and not written to."""
+        """Enter the root; return attempt 0 if the root can only be read."""
         try:
             return self.enter(name)
         except StorageError as error:
             if error.code not in UNWRITABLE or not os.access(self._path, os.R_OK | os.X_OK):
                 raise
-            log.info("load() works, prepare() and save() are refused for now: %s", error.message)
+            log.info("load() works, but prepare() and save() are refused: %s", error.message)
             return name, 0
 
     def enter_late(self, name: str) -> tuple[str, int]:
@@ -73,7 +74,7 @@ class RootAccess:
         try:
             return self.enter(name)
         except StorageError as error:
-            hint = "load() works; save to a root that can be written to"
+            hint = "load() works; to save, use a root that this user can write to"
             raise Rejected(error.code, error.message, hint) from error
 
     def claim_attempt(self, job: str) -> int:
@@ -104,6 +105,6 @@ class RootAccess:
         self._is_begun = True
 
     def close(self) -> None:
-        """Give the claim up. Idempotent."""
+        """Give up the claim. Idempotent."""
         if self._ownership is not None:
             self._ownership.close()

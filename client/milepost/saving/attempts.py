@@ -1,7 +1,7 @@
-"""Which job and attempt this rank's saves are of: rank 0 claims a number, and all ranks take it.
+"""The job and the attempt of this rank's saves: rank 0 claims a number, and all ranks take it.
 
-Owns the number. It must not know of saves or slots. One thread at a time; `job` and `number` are
-read by any.
+Owns the number. It must not know of saves or slots. One thread at a time; any thread may read `job`
+and `number`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class JobAttempts:
     """The attempts of one rank, one after another.
 
     Args:
-        name: of the job, as the user knows it.
+        name: the job's name, as the user knows it.
         group: this rank's place among the others.
         access: how rank 0 gets into the root.
-        timeout_s: how long the other ranks are waited for.
+        timeout_s: how long to wait for the other ranks.
 
     Attributes:
         job: its name on the wire.
-        number: of the present attempt; 0: none was claimed, since the root can only be read.
+        number: the present attempt; 0: none was claimed, since the root can only be read.
     """
 
     def __init__(self, name: str, group: Group, access: RootAccess, timeout_s: float) -> None:
@@ -57,9 +57,9 @@ class JobAttempts:
         self.job, self.number = json.loads(told)
 
     def branch(self, topic: str, *, is_needed: bool) -> bool:
-        """Begin another attempt if rank 0 needs one; return whether one has begun, on all ranks.
+        """Begin another attempt if rank 0 needs one. Return, on all ranks, whether one has begun.
 
-        topic: names this call among all; the same on all ranks.
+        topic: identifies this call; the same on all ranks.
         """
         before = self.number
 

@@ -1,4 +1,4 @@
-"""From a state's structure to a layout in force: the one that is known, or one that is asked for.
+"""Finds the layout for a state's structure and puts it in force. Asks the daemon for a new one.
 
 Owns the question to the daemon and the wait for its answer. It must not know how a state is copied.
 One thread at a time.
@@ -31,11 +31,12 @@ class Planning:
 
     Args:
         session: where offers go.
-        saves: what waits for the answers, and remembers them.
+        saves: waits for the answers and remembers them.
         reader: describes a content to the planner.
-        deadline_s: how long an answer is waited for.
-        may_wait: whether a layout may wait for earlier images to be written.
-        who: this rank, for the log; `is_first`: it is rank 0, which tells what all would tell.
+        deadline_s: how long to wait for an answer.
+        may_wait: whether a layout may wait until earlier images are written.
+        who: this rank, for the log.
+        is_first: it is rank 0, which logs for all ranks.
     """
 
     def __init__(
@@ -58,10 +59,10 @@ class Planning:
         self._is_first = is_first
 
     def put_in_force(self, ref: SaveRef, save: Save, content: Content) -> Content | None:
-        """Put the layout of a content's structure in force, and ask for one only if none is known.
+        """Put the layout of a content's structure in force. Ask for one only if none is known.
 
-        Returns the content, with its objects serialised if that was needed; None: the save has
-        ended. Raises as `ask` does.
+        Returns the content, with its objects serialised if that was needed. None: the save has
+        ended. Raises the same as `ask`.
         """
         plan = self._saves.plan_of(content.structure)
         if plan is None:
@@ -74,7 +75,7 @@ class Planning:
     ) -> Content | None:
         """Offer the content, wait for this rank's layout and put it in force.
 
-        is_still: nothing changes the state meanwhile, on any rank; see `ContentReader.offer`.
+        is_still: the state does not change meanwhile on any rank; see `ContentReader.offer`.
 
         Returns the content with its objects serialised; None: the save has ended.
 
@@ -82,7 +83,7 @@ class Planning:
             UsageError: "unpicklable".
             Rejected: "shm-too-small".
             Unavailable: "timeout": no layout came.
-            SaveFailed: the save has ended, and was opened for the sake of the layout only.
+            SaveFailed: the save has ended, and was opened only to get a layout.
         """
         offer, objects = self._reader.offer(content, is_still=is_still)
         content = content._replace(objects=objects)

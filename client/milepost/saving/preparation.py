@@ -1,7 +1,7 @@
-"""`prepare()`: paying now for what the first save would pay.
+"""`prepare()`: doing now what the first save would have to do.
 
-Owns its steps and the thread that may make the later ones. It is a save for the ledger and for the
-daemons, of which nothing but the layouts is wanted.
+Owns the steps of a preparation, and the thread that may take the later ones. To the ledger and the
+daemons it is a save, but it asks only for layouts.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ log = logging.getLogger("milepost")
 
 
 class Preparation:
-    """One call of `prepare()`: `read`, then `plan`, then `settle`, which follows every failure too.
+    """One call of `prepare()`: `read`, then `plan`, then `settle`. `settle` also follows a failure.
 
     Args:
         saves, planning, staging: the Checkpointer's.
         claim: claims the root; may raise MilepostError.
         is_still: the state does not change until `plan` has returned.
 
-    Threads: `join` is for any thread; the rest is the trainer's until `start`, the thread's from
-    there on.
+    Threads: any thread may call `join`. Everything else belongs to the trainer's thread until
+    `start`, and then to the thread that `start` makes.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Preparation:
         self._ref, self._save = saves.open(0, "prepare", is_plan_only=True)
 
     def read(self, read: Callable[[SaveRef], Content]) -> None:
-        """Read the state, and decide how each tensor is copied. Never beside training, since a
-        state's own `state_dict()` may change what it reads.
+        """Read the state, and decide how each tensor is copied. Never call it while training goes
+        on, since a state's own `state_dict()` may change what it reads.
         """
         with collector_paused():
             self._content = read(self._ref)
@@ -78,8 +78,8 @@ class Preparation:
         self.is_complete = True
 
     def settle(self, error: BaseException | None = None) -> None:
-        """End it, and drop what was read. The other ranks plan with this one: they hear of an
-        error.
+        """End the preparation and drop what was read. The other ranks plan together with this one,
+        so they are told of an error.
         """
         self._content = self._filling = None
         if error is not None:

@@ -1,10 +1,10 @@
 """The saves of one rank: the ledger behind its lock, and its decisions carried out.
 
-Owns the lock that guards the ledger and the slots, and the waiting for what the ledger will know.
-It must not know of states, tensors or plans.
+Owns the lock that guards the ledger and the slots, and the waits for changes of the ledger. It must
+not know of states, tensors or plans.
 
-Threads: everything here is for any thread. Decisions are carried out after the lock was released,
-so what a handle calls back runs outside of it.
+Threads: any thread may call everything here. Decisions are carried out after the lock was released,
+so callbacks of a handle run without the lock.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ log = logging.getLogger("milepost")
 
 
 def not_staged(rank: int, error: BaseException) -> SaveFailed:
-    """Return why a rank could not stage, for what is no error of ours."""
+    """Return the failure of a rank that could not stage because of any exception."""
     code = "internal" if isinstance(error, Exception) else "aborted"
     return SaveFailed(code, f"rank {rank} could not stage: {error!r}")
 
 
 class Handover:
-    """Tells the ledger how the image of one save turns out; a `Listener` of its staging."""
+    """Tells the ledger whether the image of one save was staged; a `Listener` of its staging."""
 
     def __init__(self, saves: Saves, ref: SaveRef, handle: Save) -> None:
         self._saves = saves
@@ -67,12 +67,12 @@ class Handover:
         self._saves.hand_over(self._ref, image)
 
     def failed(self, error: MilepostError) -> None:
-        """Give the save up, unless it has ended."""
+        """Give up the save, unless it has ended."""
         if not self._saves.is_over(self._ref):
             self._saves.give_up(self._ref, error)
 
     def waited(self, waited_s: float) -> None:
-        """Note how long the guard has kept a thread."""
+        """Note how long the guard has kept a thread waiting."""
         self._handle.add_guard(waited_s)
 
 
@@ -80,25 +80,25 @@ class Saves:
     """See the module's docstring.
 
     Args:
-        session: where words about saves go.
-        rank: this one.
-        is_raising: failures are kept until `take_failures`.
+        session: where messages about saves go.
+        rank: this rank.
+        is_raising: whether to keep failures until `take_failures`.
 
     Attributes:
-        changed: guards the ledger, which slots these are, and who holds them. Notified whenever a
-            save has ended, a layout has come or a slot is free.
+        changed: guards the ledger, `slots`, and who holds each slot. Notified whenever a save has
+            ended, a layout has arrived or a slot is free.
     """
 
     def __init__(self, session: Session, rank: int, *, is_raising: bool) -> None:
         self._session = session
         self._rank = rank
         self.changed = make_condition()
-        # Guarded by it; what is above never changes.
+        # `changed` guards the fields below; the fields above never change.
         self._ledger: Ledger[Save] = Ledger(is_raising=is_raising)
         self._slots: Slots | None = None
 
     def begin(self, job: str, attempt: int, slots: Slots) -> None:
-        """Go on as this attempt, with slots of its own. Nothing is under way."""
+        """Go on as this attempt, with slots of its own. No save is under way."""
         with self.changed:
             self._slots = slots
         self._decide(lambda ledger: ledger.begin(job, attempt))
@@ -106,7 +106,7 @@ class Saves:
     # --- what a call does
 
     def open(self, step: int, name: str, *, is_plan_only: bool = False) -> tuple[SaveRef, Save]:
-        """Name the next save and have what is heard of it reach its handle."""
+        """Name the next save and open it, so that messages about it reach its handle."""
         with self.changed:
             ref = self._ledger.name_save(step, name, is_plan_only=is_plan_only)
         save = Save(step, name, ref.save_id, lambda: self._session.send(AbortWanted(save=ref)))
@@ -114,7 +114,8 @@ class Saves:
         return ref, save
 
     def take_turn(self, ref: SaveRef, *, may_wait: bool) -> bool:
-        """Wait for a free slot, or skip the save if it may not wait; False: it has ended, or will.
+        """Wait for a free slot, or skip the save if it may not wait. False: the save has ended, or
+        will end.
 
         Raises Rejected("busy").
         """
@@ -129,7 +130,9 @@ class Saves:
         return self.slots.await_one(lambda: self.is_over(ref), busy)
 
     def await_layout(self, ref: SaveRef, timeout_s: float, what: str) -> LayoutReady | None:
-        """Wait for the layout of an open save; None: it has ended, or nothing came in time."""
+        """Wait for the layout of an open save; None: the save has ended, or no layout came in
+        time.
+        """
         with self.changed:
             wait_telling(
                 self.changed,
@@ -143,11 +146,11 @@ class Saves:
             return self._ledger.layout_of(ref.save_id)
 
     def hand_over(self, ref: SaveRef, staged: StagedImage) -> None:
-        """Keep the slot for the daemon and say that it is complete, if anybody still wants it."""
+        """Hand the slot over to the daemon, unless the save has ended."""
         with self.changed:
             decisions = self._ledger.stage(ref.save_id)
             if not decisions:
-                # Another rank could not go on: nobody is going to read this image.
+                # Another rank could not go on, so nobody will read this image.
                 staged.slot.release()
                 return
             self.slots.hold(ref.save_id, staged.slot)
@@ -163,7 +166,7 @@ class Saves:
         )
 
     def give_up(self, ref: SaveRef, error: BaseException) -> None:
-        """End a save that this rank cannot complete; by the daemon's word it ends everywhere."""
+        """End a save that this rank cannot complete. The daemon ends it on all ranks."""
         told = error if isinstance(error, MilepostError) else not_staged(self._rank, error)
         cause = Cause(told.code, told.message, told.hint, self._session.node_id, self._rank)
         self._session.say(Unable(save=ref, cause=cause))
@@ -171,15 +174,15 @@ class Saves:
         self._decide(lambda ledger: ledger.give_up(ref.save_id, cause, is_raised=is_raised))
 
     def refuse(self, step: int, name: str, error: MilepostError) -> Save:
-        """Return the handle of a save that has failed before any daemon could hear of it."""
+        """Return the handle of a save that failed before any daemon could hear of it."""
         ref, save = self.open(step, name)
         self.give_up(ref, error)
         self._session.settle(ref.save_id)
         return save
 
     def give_up_left(self) -> None:
-        """Give up the saves that an interrupted call has opened and left to nobody
-        (docs/design/0010-interrupts.md). Only while no call is at work, and no copy.
+        """Give up the saves that an interrupted call has left open
+        (docs/design/0010-interrupts.md). Only while no call and no copy is at work.
         """
         with self.changed:
             left = self._ledger.in_hand
@@ -187,7 +190,7 @@ class Saves:
             self.give_up(ref, SaveFailed("aborted", f"rank {self._rank} was interrupted"))
 
     def close_plan(self, ref: SaveRef) -> None:
-        """End what was opened for the sake of a layout only."""
+        """End a save that was opened only to get a layout."""
         self._session.settle(ref.save_id)
         self._decide(lambda ledger: ledger.close_plan(ref.save_id))
 
@@ -209,25 +212,27 @@ class Saves:
             return not self._ledger.is_open(ref.save_id)
 
     def plan_of(self, structure: str) -> KnownPlan | None:
-        """Return the layout that a structure has had, if it still holds."""
+        """Return the known layout of a structure if it is still valid, or None."""
         with self.changed:
             return self._ledger.plan_of(structure)
 
     def taken_by(self, name: str) -> str | None:
-        """Return what of this attempt has a directory's name; None: it is free."""
+        """Return in words which checkpoint of this attempt has a directory's name; None: it is
+        free.
+        """
         with self.changed:
             return self._ledger.taken_by(name)
 
     @property
     def last_step(self) -> int:
-        """Greatest step that this attempt has committed, or may yet commit; -1: none."""
+        """The greatest step that this attempt has committed or may still commit; -1: none."""
         with self.changed:
             return self._ledger.last_step
 
     def await_ends(self, timeout_s: float | None) -> None:
-        """Return once the saves that are open now have ended, however.
+        """Return once all saves that are open now have ended, in whatever way.
 
-        Raises TimeoutError, naming one that has not.
+        Raises TimeoutError, which names one that has not ended.
         """
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self.changed:
@@ -236,7 +241,7 @@ class Saves:
             save.await_end(None if until_s is None else max(0.0, until_s - time.monotonic()))
 
     def _told(self, save_ids: Collection[str]) -> str:
-        """Return in words how far those of these saves are that have not ended."""
+        """Return in words the phase of each of these saves that has not ended."""
         with self.changed:
             return ", ".join(
                 f"step {each.ref.step} is {each.phase}"
@@ -245,7 +250,7 @@ class Saves:
             )
 
     def take_failures(self) -> list[Save]:
-        """Return the failures that are to be raised, each once."""
+        """Return the failures that the caller has to raise, each only once."""
         with self.changed:
             return self._ledger.take_failures()
 
@@ -256,7 +261,7 @@ class Saves:
         self._decide(lambda ledger: ledger.heard(message))
 
     def gone(self, cause: Cause) -> None:
-        """End what waits for a daemon that does not come back; on the session's thread."""
+        """End all saves that wait for a daemon that does not come back; on the session's thread."""
         placed = Cause(cause.code, cause.message, cause.hint, self._session.node_id, self._rank)
         self._decide(lambda ledger: ledger.gone(placed))
 

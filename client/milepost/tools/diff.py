@@ -134,11 +134,10 @@ def _compare(
     on_bytes: Callable[[int], None],
 ) -> Comparison:
     from milepost.exchange.comparison import compare_tensors, equal_objects, same_by_manifests
-    from milepost.exchange.source import require_readable
 
     shared = [key for key in a.paths if key in b.paths]
-    require_readable(a, shared)
-    require_readable(b, shared)
+    a.require_readable(shared)
+    b.require_readable(shared)
     entries = {key: (_entry(a, key), _entry(b, key)) for key in shared}
     forms = {key: pair for key, pair in entries.items() if pair[0] != pair[1]}
     alike = [key for key in shared if key not in forms]

@@ -120,10 +120,9 @@ def _export(
     on_bytes: Callable[[int], None],
 ) -> Export:
     from milepost.exchange.drafts import resolved
-    from milepost.exchange.source import require_readable
 
     names = _names(source, checkpoint, options.prefix)
-    require_readable(source, list(names))
+    source.require_readable(list(names))
     tensors = [key for key in names if key in source.tensors]
     objects = [key for key in names if key not in source.tensors]
     target = resolved(out)

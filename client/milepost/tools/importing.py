@@ -110,9 +110,8 @@ def _write(
     on_bytes: Callable[[int], None],
 ) -> int:
     from milepost.exchange.dcp import write_checkpoint
-    from milepost.exchange.source import require_readable
 
-    require_readable(source, list(source.paths))
+    source.require_readable(list(source.paths))
     before = tuple(prefix.removesuffix(".").split(".")) if prefix else ()
     names = {name: ".".join((*before, name)) for name in keys}
     paths = {names[name]: (*before, *source.paths.get(name, (name,))) for name in keys}

@@ -20,7 +20,7 @@ from milepost.dcp_format.container import template
 from milepost.errors import CorruptCheckpoint, LoadFailed, UsageError
 from milepost.exchange import blobs
 from milepost.exchange.checkpoint import CheckpointSource
-from milepost.exchange.source import BLOCK_BYTES, require_readable
+from milepost.exchange.source import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from milepost.wire.offers import Box
@@ -215,6 +215,34 @@ def test_a_tensor_with_a_gap_is_refused_by_key(tmp_path: Path) -> None:
         read(folder, "w")
 
 
+def test_a_size_that_its_blob_cannot_hold_is_refused_before_it_is_believed(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "c", {"w": whole(torch.zeros(4, 3))}, with_manifest=False)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    entry = metadata.state_dict_metadata["w"]
+    entry.size = entry.chunks[0].sizes = torch.Size([1 << 40, 1 << 20])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    source = CheckpointSource(folder)
+    with pytest.raises(CorruptCheckpoint, match=r"'w': a shard of it takes 4611686018427387904"):
+        source.require_readable(["w"])
+    source.close()
+
+
+def test_an_index_with_anything_in_its_fields_is_malformed(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "c", {"w": whole(torch.zeros(4, 3))}, with_manifest=False)
+    whole_index = (folder / ".metadata").read_bytes()
+    for change in (
+        lambda m: m.state_dict_metadata.update({3: m.state_dict_metadata["w"]}),
+        lambda m: setattr(next(iter(m.storage_data.values())), "offset", "0"),
+        lambda m: setattr(m.state_dict_metadata["w"], "size", 3),
+        lambda m: setattr(m.state_dict_metadata["w"], "chunks", None),
+    ):
+        metadata = pickle.loads(whole_index)
+        change(metadata)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(CorruptCheckpoint):
+            CheckpointSource(folder)
+
+
 def test_a_blob_that_holds_another_tensor_than_the_index_says_is_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "c", {"w": whole(torch.zeros(4, 3))}, with_manifest=False)
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -237,7 +265,7 @@ def test_sparse_and_quantised_tensors_are_named(tmp_path: Path) -> None:
     assert {"q", "s"} == source.unreadable.keys()
     for key, text in (("s", "'s': its layout is sparse_coo"), ("q", "'q': its dtype is .*quint8")):
         with pytest.raises(UsageError, match=text):
-            require_readable(source, [key])
+            source.require_readable([key])
     source.close()
 
 
@@ -286,7 +314,7 @@ def test_a_poisoned_object_runs_nothing_and_its_class_and_key_are_named(tmp_path
     folder = write_checkpoint(tmp_path / "c", {}, {"o": Trap(trap)})
     source = CheckpointSource(folder)
     with pytest.raises(
-        LoadFailed, match=r"'o' names what is not loaded unasked: posix\.mkdir"
+        LoadFailed, match=r"'o' names a class or function that is not allowed: posix\.mkdir"
     ) as caught:
         source.value("o")
     assert "--allow-pickle" in caught.value.hint

@@ -429,7 +429,7 @@ def test_poison_runs_nothing_in_any_command(tmp_path: Path, run: Commands) -> No
     assert 1 == run("import", tmp_path / "m.pt", tmp_path / "i")
     assert "posix.mkdir" in run.err
     assert 1 == run("export", checkpoint, tmp_path / "e", "--to", "torch")
-    assert "'o' names what is not loaded unasked: posix.mkdir" in run.err
+    assert "'o' names a class or function that is not allowed: posix.mkdir" in run.err
     assert 1 == run("diff", checkpoint, other)
     assert ["c", "d", "m.pt"] == sorted(os.listdir(tmp_path))
     assert 0 == run("export", checkpoint, tmp_path / "e", "--to", "torch", "--allow-pickle")
@@ -478,6 +478,15 @@ def test_every_kind_of_difference_is_named(tmp_path: Path, run: Commands) -> Non
     assert (1, False) == (code, found["equal"])
     assert ["values", "o"] == [each["key"] for each in found["values"]]
     assert found["values"][0]["crc_a"] != found["values"][0]["crc_b"]
+
+
+def test_one_element_that_differs_is_told_in_the_singular(tmp_path: Path, run: Commands) -> None:
+    a, b = (
+        write_checkpoint(tmp_path / name, {"w": whole(torch.tensor([1.0, 2.0, last]))})
+        for name, last in (("a", 3.0), ("b", 3.5))
+    )
+    assert 1 == run("diff", a, b)
+    assert run.out.startswith("w: 1 of 3 elements differs, by at most 0.5 (")
 
 
 def test_quick_believes_manifests_and_the_usual_way_reads(tmp_path: Path, run: Commands) -> None:
