@@ -315,6 +315,9 @@ def prune(
     out.print(Text(f"{len(found.kept)} kept, {len(found.removed)} {verb}"))
     if found.foreign:
         _complain(f"{len(found.foreign)} left alone, because milepost did not write them")
+    if found.left:
+        stays = "would stay" if dry_run else "stays"
+        _complain(f"what people have put there {stays}: {listed(found.left)}")
 
 
 @app.command(epilog="Example: milepost export ROOT/step_1000 model.pt --to torch")

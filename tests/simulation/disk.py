@@ -16,13 +16,14 @@ import contextlib
 import errno
 import os
 import random
-import re
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from milepost.errors import Rejected, SaveFailed
 from milepost.storage.claims import EXPIRY_S
+from milepost.storage.contents import is_own
+from milepost.storage.names import is_pruned, name_of_pruned
 from milepost.storage.refusals import storage_error
 from milepost.storage.retention import doomed
 from milepost.wire.messages import Keep, SaveRef, WrittenFile
@@ -414,12 +415,11 @@ class Root:
             if isinstance(inode, File):
                 yield "unlink"
                 disk.unlink(self.owner, disk.partial, name)
-            elif re.search(r"\.pruned-[0-9a-f]{8}$", name):
-                yield from self._delete_tree(disk.partial, name)
+            elif is_pruned(name):
+                yield from self._delete_pruned(name)
             elif name.endswith((REPLACED, RETIRED)):
-                final = name.rsplit(".", 2)[0]
-                yield from self._restore(final, name)
-                if self.has_index(final):
+                yield from self._restore(name.rsplit(".", 2)[0], name)
+                if self._is_spent(name):
                     yield from self._remove(disk.partial, name)
 
     def claim_attempt(self) -> Calls[int]:
@@ -584,6 +584,9 @@ class Root:
                 raise
             raise Rejected("already-committed", f"{save.name} exists already") from error
         yield from self._sync_names()
+        if aside is not None:
+            with contextlib.suppress(OSError):
+                yield from self._carry_over(disk.partial.entries.get(aside), save.name)
         if save.overwrite:
             yield "unlink"
             disk.unlink(self.owner, disk.run, f"replace-{save.name}")
@@ -678,11 +681,13 @@ class Root:
     def _discard(self, save: SaveRef) -> Calls[None]:
         partial = self.disk.partial
         yield from self._delete_tree(partial, self._aborted_of(save))
-        if self.has_index(save.name):
-            yield "listdir"
-            for name in list(partial.entries):
-                if name.endswith(REPLACED) and name.rsplit(".", 2)[0] == save.name:
-                    yield from self._remove(partial, name)
+        yield "listdir"
+        for name in list(partial.entries):
+            was_replaced = name.endswith(REPLACED) and name.rsplit(".", 2)[0] == save.name
+            if was_replaced and self._is_spent(name):
+                yield from self._remove(partial, name)
+            elif is_pruned(name):
+                yield from self._delete_pruned(name)
 
     # --- what is there
 
@@ -829,6 +834,9 @@ class Root:
             return None
         if self._is_newer(old_id, save):
             raise Rejected("already-committed", f"{save.name} holds {old_id} by now")
+        assert isinstance(old, Folder)
+        if METADATA not in old.entries and any(map(is_own, old.entries)):
+            raise Rejected("already-committed", f"{save.name} holds parts of a checkpoint")
         aside = f"{save.name}.{old_id or '0-0'}{REPLACED}"
         yield from self._remove(disk.partial, aside)
         intent = Replacement(save.name, save.save_id, aside)
@@ -873,14 +881,71 @@ class Root:
 
     def _remove(self, folder: Folder, name: str) -> Calls[None]:
         disk = self.disk
-        aside = f"{name}.pruned-{self._token()}"
+        pruned = f"{name}.pruned-{self._token()}"
         yield "rename"
         if name not in folder.entries:
             return
-        disk.rename(self.owner, folder, name, disk.partial, aside)
+        disk.rename(self.owner, folder, name, disk.partial, pruned)
         yield from self._sync(folder)
         yield from self._sync(disk.partial)
-        yield from self._delete_tree(disk.partial, aside)
+        yield from self._delete_pruned(pruned)
+
+    # --- what people have put into a checkpoint's directory
+
+    def _is_spent(self, aside: str) -> bool:
+        name = aside.rsplit(".", 2)[0]
+        old = self.disk.partial.entries.get(aside)
+        is_checkpoint = isinstance(old, Folder) and METADATA in old.entries
+        is_taken = isinstance(self.disk.root.entries.get(name), Folder)
+        return self.has_index(name) or (is_taken and not is_checkpoint)
+
+    @staticmethod
+    def foreign_in(folder: Inode | None) -> list[str]:
+        names = folder.entries if isinstance(folder, Folder) else {}
+        return sorted(name for name in names if not is_own(name))
+
+    def _carry_over(self, source: Inode | None, name: str) -> Calls[None]:
+        target = self.disk.root.entries.get(name)
+        names = self.foreign_in(source)
+        if not names or not isinstance(source, Folder) or not isinstance(target, Folder):
+            return
+        for each in names:
+            free, number = each, 0
+            while free in target.entries:
+                number += 1
+                free = f"{each}.{number}"
+            with contextlib.suppress(OSError):
+                yield "rename"
+                self.disk.rename(self.owner, source, each, target, free)
+        yield from self._sync(target)
+        yield from self._sync(source)
+
+    def _delete_pruned(self, pruned: str) -> Calls[None]:
+        disk = self.disk
+        name, folder = name_of_pruned(pruned), disk.partial.entries.get(pruned)
+        if name is None or not self.foreign_in(folder):
+            yield from self._delete_tree(disk.partial, pruned)
+            return
+        assert isinstance(folder, Folder)
+        yield "stat"
+        if name not in disk.root.entries and not self._is_replacing(name):
+            yield "mkdir"
+            disk.make_folder(self.owner, disk.root, name)
+            yield from self._sync(disk.root)
+        yield from self._carry_over(folder, name)
+        if not self.foreign_in(folder):
+            yield from self._delete_tree(disk.partial, pruned)
+            return
+        for entry in filter(is_own, list(folder.entries)):
+            yield "unlink"
+            disk.unlink(self.owner, folder, entry)
+
+    def _is_replacing(self, name: str) -> bool:
+        intent = self._replacement(name)
+        there = self.disk.partial.entries
+        return intent is not None and all(
+            each in there for each in (intent.aside, f"{name}.{intent.save_id}")
+        )
 
 
 def finish(calls: Calls[Result]) -> Result:

@@ -35,7 +35,17 @@ from milepostd.core.role import Role
 from milepostd.executors.latest import _retain
 from tests.simulation import __main__ as command
 from tests.simulation import branches, disk, faults, preemption, readers
-from tests.simulation.disk import MANIFEST, METADATA, Calls, Disk, File, Image, Manifest, finish
+from tests.simulation.disk import (
+    MANIFEST,
+    METADATA,
+    Calls,
+    Disk,
+    File,
+    Folder,
+    Image,
+    Manifest,
+    finish,
+)
 from tests.simulation.disk import Root as Twin
 from tests.simulation.explore import Faults, Walk, begin_staged
 from tests.simulation.machine import Daemon
@@ -314,7 +324,7 @@ SAVES = [
 ACTS = [
     "open", "write", "index", "publish", "publish", "latest", "give_up", "forestall", "discard",
     "remove", "prepare", "all", "all", "all", "lease", "lease", "expire", "release", "read",
-    "retain",
+    "retain", "note", "note",
 ]  # fmt: skip
 
 
@@ -330,6 +340,8 @@ class Both:
         self.twin = Twin(self.disk, "node", random.Random(1), str(path))
         self.readers: list[tuple[AbstractContextManager[None], str]] = []
         """Who reads, at the real root and at its twin."""
+        self.notes = 0
+        """How many people have put into the directory of a checkpoint."""
 
     def close(self) -> None:
         while self.readers:
@@ -396,6 +408,11 @@ class Both:
                 return " ".join(sorted(being_read(real)))
             case "retain":
                 return " ".join(_retain(real, Keep(last=1)))
+            case "note":
+                folder = real.path / save.name
+                if folder.is_dir():
+                    self.notes += 1
+                    (folder / f"note-{self.notes}").touch()
         return None
 
     def _twin(self, act: str, save: SaveRef) -> object:
@@ -439,6 +456,10 @@ class Both:
                     for name, save_id in finish(twin.removable(Keep(last=1))).items()
                     if finish(twin.remove_checkpoint(name, save_id))
                 )
+            case "note":
+                found = self.disk.root.entries.get(save.name)
+                if isinstance(found, Folder):
+                    self.disk.make_file("people", found, f"note-{self.notes}", "note")
         return None
 
     @staticmethod
@@ -457,6 +478,11 @@ class Both:
         return {
             "checkpoints": [(each.name, each.step, each.save_id) for each in real.checkpoints()],
             "partial": [path.name for path in real.partials()],
+            "notes": sorted(
+                str(path.relative_to(real.path))
+                for folder in (real.path, real.path / ".partial")
+                for path in folder.glob("*/note-*")
+            ),
             "latest": os.readlink(real.path / "latest")
             if (real.path / "latest").is_symlink()
             else None,
@@ -472,6 +498,13 @@ class Both:
                 for name, step, _ in twin.checkpoints()
             ],
             "partial": sorted(disk.partial.entries),
+            "notes": sorted(
+                f"{prefix}{name}/{entry}"
+                for folder, prefix in ((disk.root, ""), (disk.partial, ".partial/"))
+                for name, inode in folder.entries.items()
+                for entry in twin.foreign_in(inode)
+                if entry.startswith("note-")
+            ),
             "latest": link.content if isinstance(link, File) else None,
             "intents": sorted(name for name in disk.run.entries if name.startswith("replace-")),
             "leases": sorted(
@@ -492,5 +525,6 @@ def test_the_simulated_disk_does_what_the_storage_module_does(
             assert real == twin, act
             pictures = both.pictures()
             assert pictures[0] == pictures[1]
+            assert both.notes == len(pictures[0]["notes"]), "what people put there is lost"
     finally:
         both.close()

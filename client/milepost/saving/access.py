@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from milepost.advice import tell_branch
 from milepost.errors import Rejected, StorageError
 from milepost.storage.claims import Ownership, check_ours, find_other
+from milepost.storage.names import FOREIGN_LATEST_HINT, LATEST_NAME
 from milepost.storage.root import Root
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ class RootAccess:
         other = find_other(root, job)
         if other:
             log.warning("%s: load() works, but prepare() and save() are refused until then", other)
+        if root.is_latest_foreign():
+            taken = root.path / LATEST_NAME
+            log.warning("%s is no link, and stays as it is: %s", taken, FOREIGN_LATEST_HINT)
         return job, root.claim_attempt(name)
 
     def enter_or_read(self, name: str) -> tuple[str, int]:

@@ -4,12 +4,16 @@ back, or deleted.
 A replacement is two renames: the old checkpoint goes below `.partial`, the new one gets the name. A
 file, the *intent*, is durable before the first and goes after the second. Whoever finds one with
 the name free finishes the replacement or undoes it (`settle`).
+
+What people have put into a checkpoint's directory outlives it: before a directory that has lost its
+name is deleted, they move to the one that has the name now (`contents`).
 """
 
 from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import msgpack
@@ -19,8 +23,9 @@ from milepost.errors import Rejected
 from milepost.format.heading import order_of
 from milepost.format.manifest import METADATA_NAME
 from milepost.storage.catalog import is_checkpoint, save_id_in
+from milepost.storage.contents import carry_over, copy_mode, foreign_in, holds_own, is_own
 from milepost.storage.durable import delete_tree, replace_file, sync_directory, unlink
-from milepost.storage.names import REPLACED, RootPaths, name_of_aside
+from milepost.storage.names import REPLACED, RootPaths, name_of_aside, name_of_pruned
 from milepost.storage.refusals import reported
 from milepost.wire.messages import SaveRef
 
@@ -47,10 +52,11 @@ def read_intent(intent: Path) -> Replacement | None:
 
 
 def put_aside(root: RootPaths, save: SaveRef) -> str | None:
-    """Free the save's final name. Return the old checkpoint's new name below `.partial`, or None.
+    """Free the save's final name. Return the old directory's new name below `.partial`, or None.
 
     Raises:
-        Rejected: "already-committed": the checkpoint there is newer than this save.
+        Rejected: "already-committed": the checkpoint there is newer than this save, or it is no
+            checkpoint and has parts of one.
         NotADirectoryError: it is a file or a link.
         OSError: the system refused.
     """
@@ -68,6 +74,13 @@ def put_aside(root: RootPaths, save: SaveRef) -> str | None:
             "already-committed",
             f"save {save.save_id}: {final} already holds save {old_id}, which is newer",
             "nothing to do: training went back and saved this step again",
+        )
+    if not is_checkpoint(final) and holds_own(final):
+        # Perhaps somebody is copying a checkpoint to here.
+        raise Rejected(
+            "already-committed",
+            f"save {save.save_id}: {final} holds parts of a checkpoint and no {METADATA_NAME}",
+            "move it away, or save under another step or name",
         )
     aside = root.aside(save.name, old_id, REPLACED)
     remove(root, aside)
@@ -99,11 +112,18 @@ def restore(root: RootPaths, name: str, aside: str) -> None:
     sync_directory(root.partial)
 
 
+def is_spent(root: RootPaths, aside: str) -> bool:
+    """Whether a directory that was put aside will not get its name back: a checkpoint has the name,
+    or there is none to give it back to.
+    """
+    final = root.top / name_of_aside(aside)
+    return is_checkpoint(final) or (final.is_dir() and not is_checkpoint(root.partial / aside))
+
+
 def restore_or_remove(root: RootPaths, aside: str) -> None:
     """Give a checkpoint that was put aside its name back; delete it if another one has the name."""
-    name = name_of_aside(aside)
-    restore(root, name, aside)
-    if is_checkpoint(root.top / name):
+    restore(root, name_of_aside(aside), aside)
+    if is_spent(root, aside):
         remove(root, root.partial / aside)
 
 
@@ -146,5 +166,45 @@ def remove(root: RootPaths, path: Path) -> bool:
         return False
     sync_directory(path.parent)
     sync_directory(root.partial)
-    delete_tree(pruned)
+    delete_pruned(root, pruned)
     return True
+
+
+def delete_pruned(root: RootPaths, pruned: Path) -> None:
+    """Delete a directory that `remove` has renamed. What is foreign in it moves to where its
+    checkpoint had its name.
+
+    What cannot be moved, or not now, stays with the directory, for the next one who comes here.
+    """
+    name = name_of_pruned(pruned.name)
+    if name is None or not foreign_in(pruned):
+        delete_tree(pruned)
+        return
+    final = root.top / name
+    if not os.path.lexists(final) and not _is_replacing(root, name):
+        _make_like(final, pruned)
+    if final.is_dir() and not final.is_symlink():
+        carry_over(pruned, final)
+    if not foreign_in(pruned):
+        delete_tree(pruned)
+        return
+    for entry in filter(is_own, os.listdir(pruned)):
+        with suppress(OSError):
+            unlink(pruned / entry)
+
+
+def _is_replacing(root: RootPaths, name: str) -> bool:
+    """Whether a replacement is between its two renames, where the name has to stay free."""
+    replacement = read_intent(root.intent(name))
+    return replacement is not None and all(
+        (root.partial / each).exists()
+        for each in (replacement.aside, f"{name}.{replacement.save_id}")
+    )
+
+
+def _make_like(path: Path, other: Path) -> None:
+    """Make a directory with the mode of another one, unless somebody is quicker."""
+    with suppress(FileExistsError):
+        path.mkdir(0o700)
+        copy_mode(other, path)
+        sync_directory(path.parent)

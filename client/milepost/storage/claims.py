@@ -26,6 +26,7 @@ import psutil
 from milepost.errors import Rejected, UsageError
 from milepost.format.manifest import MANIFEST_NAME
 from milepost.storage.catalog import CheckpointEntry
+from milepost.storage.contents import holds_own
 from milepost.storage.retention import doomed
 from milepost.storage.root import Root
 from milepost.wire.messages import Keep
@@ -189,8 +190,12 @@ def being_read(root: Root) -> frozenset[str]:
 
 
 def check_ours(path: Path) -> None:
-    """Raise UsageError("already-committed") for a directory that milepost did not write."""
-    if path.exists() and not (path / MANIFEST_NAME).exists():
+    """Raise UsageError("already-committed") for what milepost did not write.
+
+    A directory with nothing of a checkpoint in it will do: what it holds is kept.
+    """
+    is_free = path.is_dir() and not holds_own(path)
+    if path.exists() and not (path / MANIFEST_NAME).exists() and not is_free:
         raise UsageError(
             "already-committed",
             f"{path} exists and was not written by milepost",

@@ -33,8 +33,15 @@ def latest_target(root: RootPaths) -> str | None:
         return name if "/" not in name and is_checkpoint(root.top / name) else None
 
 
+def is_foreign(root: RootPaths) -> bool:
+    """See `Root.is_latest_foreign`."""
+    return os.path.lexists(root.latest) and not root.latest.is_symlink()
+
+
 def move_latest(root: RootPaths, name: str) -> None:
     """See `Root.move_latest`."""
+    if is_foreign(root):
+        return
     temp = root.partial / f"{LATEST_NAME}.{secrets.token_hex(8)}"
     with reported("move", root.latest):
         os.symlink(check_name(name), temp)
@@ -48,6 +55,8 @@ def move_latest(root: RootPaths, name: str) -> None:
 
 def advance_latest(root: RootPaths, save: SaveRef) -> bool:
     """See `Root.advance_latest`."""
+    if is_foreign(root):
+        return False
     if not is_published(root, save):
         return False  # Retention was quicker.
     target, order = save.name, order_of(save.save_id, save.step)

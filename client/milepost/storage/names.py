@@ -26,6 +26,8 @@ from milepost.wire.messages import SaveRef
 PARTIAL_NAME: Final = ".partial"
 RUN_NAME: Final = ".milepost-run"
 LATEST_NAME: Final = "latest"
+FOREIGN_LATEST_HINT: Final = "move it away, and the next checkpoint makes the link"
+"""Where something that is no link has this name."""
 
 NAME_BYTES_MAX: Final = 200
 """Longest checkpoint name: with save id and suffix it must stay below the 255 bytes of a path
@@ -35,6 +37,7 @@ component.
 ABORTED: Final = ".aborted"
 REPLACED: Final = ".replaced"
 RETIRED: Final = ".retired"
+_PRUNED_MARK: Final = ".pruned-"
 
 _UNKNOWN_ID: Final = "0-0"
 """Stands for the save id of a checkpoint that milepost did not write."""
@@ -119,7 +122,7 @@ class RootPaths:
 
     def pruned(self, name: str) -> Path:
         """Return a new place for a directory that is to be deleted."""
-        return self.partial / f"{name}.pruned-{secrets.token_hex(4)}"
+        return self.partial / f"{name}{_PRUNED_MARK}{secrets.token_hex(4)}"
 
     def intent(self, name: str) -> Path:
         """Return the file that says which save is replacing the checkpoint of this name."""
@@ -129,6 +132,14 @@ class RootPaths:
 def name_of_aside(directory: str) -> str:
     """Return the checkpoint's name from the name that `RootPaths.aside` gave its directory."""
     return directory.rsplit(".", 2)[0]
+
+
+def name_of_pruned(directory: str) -> str | None:
+    """Return the name of the checkpoint that is being deleted; None if it is a save that never
+    became one.
+    """
+    lost = directory.rpartition(_PRUNED_MARK)[0]
+    return name_of_aside(lost) if lost.endswith((REPLACED, RETIRED)) else None
 
 
 def is_pruned(directory: str) -> bool:

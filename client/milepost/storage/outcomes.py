@@ -18,6 +18,7 @@ from milepost.errors import Rejected, SaveFailed
 from milepost.format.manifest import FRAGMENT_PREFIX, METADATA_NAME, read_manifest
 from milepost.storage.aside import put_aside, read_intent, remove, restore, undo_replacement
 from milepost.storage.catalog import is_published
+from milepost.storage.contents import carry_over, copy_mode
 from milepost.storage.durable import TEMP_PREFIX, sync_directory, unlink
 from milepost.storage.fate import Fate
 from milepost.storage.names import RootPaths
@@ -57,6 +58,7 @@ def publish(root: RootPaths, save: SaveRef) -> Path:
         try:
             os.stat(source / METADATA_NAME)
             remove_leftovers(source)
+            copy_mode(final, source)
             sync_directory(source)
             if save.overwrite:
                 aside = put_aside(root, save)
@@ -81,6 +83,10 @@ def publish(root: RootPaths, save: SaveRef) -> Path:
             ) from error
         sync_directory(root.top)
         sync_directory(root.partial)
+        if aside is not None:
+            # `discard` does what fails here.
+            with suppress(OSError):
+                carry_over(root.partial / aside, final)
         if save.overwrite:
             unlink(root.intent(save.name))
     return final

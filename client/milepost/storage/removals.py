@@ -7,8 +7,8 @@ import os
 from typing import Final
 
 from milepost.format.heading import order_of
-from milepost.storage.aside import remove, restore, restore_or_remove
-from milepost.storage.catalog import is_checkpoint, partials, save_id_in
+from milepost.storage.aside import delete_pruned, is_spent, remove, restore, restore_or_remove
+from milepost.storage.catalog import partials, save_id_in
 from milepost.storage.durable import delete_tree, sync_directory
 from milepost.storage.fate import Fate
 from milepost.storage.names import (
@@ -33,18 +33,17 @@ def remove_checkpoint(root: RootPaths, name: str, save_id: str | None) -> bool:
     """See `Root.remove_checkpoint`."""
     path = root.top / check_name(name)
     with reported("remove", path):
-        if save_id is None:
-            return remove(root, path)
+        expected = save_id_in(path) if save_id is None else save_id
         # Once it is aside, its name cannot pass to another save while we look whose it is. After a
         # crash here `finish_removals` puts it back.
-        aside = root.aside(name, save_id, RETIRED)
+        aside = root.aside(name, expected, RETIRED)
         try:
             os.rename(path, aside)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
                 raise
             return False  # It is gone, or another process is removing it.
-        if save_id_in(aside) != save_id:
+        if save_id_in(aside) != expected:
             restore(root, name, aside.name)
             return False
         sync_directory(root.top)
@@ -56,7 +55,7 @@ def finish_removals(root: RootPaths) -> None:
     with reported("clear", root.partial):
         for name in os.listdir(root.partial):
             if is_pruned(name):
-                delete_tree(root.partial / name)
+                delete_pruned(root, root.partial / name)
             elif name.endswith(RETIRED):
                 restore_or_remove(root, name)
 
@@ -66,11 +65,12 @@ def discard(root: RootPaths, save: SaveRef) -> None:
     aborted = root.aborted_dir(save)
     with reported("discard", root.partial):
         delete_tree(aborted)
-        is_there = is_checkpoint(root.top / save.name)
         for name in os.listdir(root.partial):
             was_replaced = name.endswith(REPLACED) and name_of_aside(name) == save.name
-            if (was_replaced and is_there) or is_pruned(name):
+            if was_replaced and is_spent(root, name):
                 remove(root, root.partial / name)
+            elif is_pruned(name):
+                delete_pruned(root, root.partial / name)
 
 
 def clear_abandoned(root: RootPaths, save: SaveRef) -> list[str]:

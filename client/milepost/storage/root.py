@@ -2,9 +2,9 @@
 
 This is the face of the folder, and says what each operation promises. The code is in the modules
 below it, by subject, and the state runs one way: `names` and `durable`, then `catalog` (what is
-there), `latest`, `aside` (checkpoints that lose their name), `outcomes` (publishing and giving up),
-`removals`, `opening`. Nothing else writes under a root, but for `claims`. Knows nothing of plans,
-tensors or messages, and never imports torch.
+there), `contents` (what of it is not ours), `latest`, `aside` (checkpoints that lose their name),
+`outcomes` (publishing and giving up), `removals`, `opening`. Nothing else writes under a root, but
+for `claims`. Knows nothing of plans, tensors or messages, and never imports torch.
 
 All calls block: use a thread. A `Root` has no state beside its path, so any number of threads and
 processes may use the same one.
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from milepost.storage import catalog, latest, opening, outcomes, removals
 from milepost.storage.blocks import BLOCK_BYTES, write_image
+from milepost.storage.contents import foreign_in
 from milepost.storage.durable import replace_file
 from milepost.storage.names import RootPaths
 from milepost.storage.refusals import reported
@@ -157,11 +158,13 @@ class Root:
         Safe to repeat: a save that was published already is confirmed. Before the rename, manifest
         fragments and leftovers of broken attempts are removed. With `save.overwrite` an older
         checkpoint of that name is put aside; `discard` deletes it, and it is put back if the save
-        turns out to be given up.
+        turns out to be given up. What people put into its directory, and the directory's mode, pass
+        to the new checkpoint.
 
         Raises:
-            Rejected: "already-committed": the name is taken by a newer save, or by any without
-                `save.overwrite`. The save is untouched.
+            Rejected: "already-committed": the name is taken by a newer save, by parts of a
+                checkpoint without an index, by something that is no directory, or by anything
+                without `save.overwrite`. The save is untouched.
             SaveFailed: "aborted": it was given up; "outcome-unknown": it is in neither place;
                 "internal": it has no `.metadata`.
         """
@@ -196,12 +199,19 @@ class Root:
         """Return the checkpoint that `latest` names, else the newest one; None if there is none."""
         return latest.latest(self._paths)
 
+    def is_latest_foreign(self) -> bool:
+        """Whether something has the name `latest` that is no link: people's own, and left alone."""
+        return latest.is_foreign(self._paths)
+
     def latest_target(self) -> str | None:
         """Return the checkpoint that `latest` names; None if there is no such checkpoint."""
         return latest.latest_target(self._paths)
 
     def move_latest(self, name: str) -> None:
-        """Let `latest` name the checkpoint, durably; there is no instant without a `latest`."""
+        """Let `latest` name the checkpoint, durably; there is no instant without a `latest`.
+
+        Nothing happens if something that is no link has that name.
+        """
         latest.move_latest(self._paths, name)
 
     def advance_latest(self, save: SaveRef) -> bool:
@@ -209,7 +219,8 @@ class Root:
         does.
 
         Newer by (attempt, step): a save that was slower than its successor never moves it back, not
-        even if it was held up between looking and moving.
+        even if it was held up between looking and moving. Nothing happens if something that is no
+        link has that name.
         """
         return latest.advance_latest(self._paths, save)
 
@@ -233,13 +244,21 @@ class Root:
 
     def remove_checkpoint(self, name: str, save_id: str | None = None) -> bool:
         """Delete a checkpoint; return whether it was there. It loses its name first, so that a
-        crash leaves no half of one.
+        crash leaves no half of one. What people put into its directory stays there.
 
         Args:
             save_id: the save that must have written it; if another save has got the name meanwhile,
                 nothing happens. None: whichever it is.
         """
         return removals.remove_checkpoint(self._paths, name, save_id)
+
+    def foreign_in(self, name: str) -> list[str]:
+        """Return what people have put into a checkpoint's directory, sorted. Raises StorageError.
+
+        If the checkpoint is gone, it is what a removal has left there.
+        """
+        with reported("list", self.path / name):
+            return foreign_in(self.path / name)
 
     def finish_removals(self) -> None:
         """Mend removals that a crash has interrupted: what is half deleted goes, what was only put

@@ -24,6 +24,9 @@ class Pruning(msgspec.Struct, frozen=True, kw_only=True):
     """Those that were removed, or would be with `dry_run`."""
     foreign: tuple[str, ...]
     """Those that milepost did not write: neither counted nor touched."""
+    left: tuple[str, ...] = ()
+    """What people have put into the directories of `removed`, as `<name>/<entry>`: it stays there.
+    """
     dry_run: bool
 
 
@@ -39,6 +42,7 @@ def prune(path: Path, keep_last: int, *, dry_run: bool = False) -> Pruning:
     root = Root(require_root(path))
     entries = root.checkpoints()
     removed = removable(root, entries, Keep(last=max(keep_last, 1)))
+    left = [f"{name}/{entry}" for name in removed for entry in root.foreign_in(name)]
     if not dry_run:
         save_ids = {entry.name: entry.save_id for entry in entries}
         for name in removed:
@@ -48,5 +52,6 @@ def prune(path: Path, keep_last: int, *, dry_run: bool = False) -> Pruning:
         kept=tuple(entry.name for entry in entries if entry.save_id and entry.name not in removed),
         removed=tuple(removed),
         foreign=tuple(entry.name for entry in entries if not entry.save_id),
+        left=tuple(left),
         dry_run=dry_run,
     )

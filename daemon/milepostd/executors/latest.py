@@ -16,8 +16,10 @@ from typing import Any, Final
 
 from milepost.storage.claims import being_read, removable
 from milepost.storage.homes import Home
+from milepost.storage.names import FOREIGN_LATEST_HINT, LATEST_NAME
 from milepost.storage.root import Root
 from milepost.wire.messages import Keep, SaveRef
+from milepostd.ops.logs import emit
 
 FOLLOW_PAUSES_S: Final = (0.1, 1.0, 10.0, 60.0, 300.0)
 """How long to wait before each further try to move `latest`."""
@@ -43,13 +45,19 @@ class Latest:
         left over."""
         self._following: Counter[str] = Counter()
         """By root: how many commits `latest` has not followed yet."""
+        self._told: set[str] = set()
+        """Roots with something of that name that is no link, which the log has said."""
 
     async def advance(self, home: Home, save: SaveRef) -> None:
         """Let `latest` name the checkpoint, unless it names a newer one. A checkpoint in a place of
         its own has no `latest`. If this raises what storage refused, call `follow_later`.
         """
-        if isinstance(home, Root):
-            await self._in_files(partial(home.advance_latest, save))
+        if not isinstance(home, Root) or await self._in_files(partial(home.advance_latest, save)):
+            return
+        if str(home.path) not in self._told and await self._in_files(home.is_latest_foreign):
+            self._told.add(str(home.path))
+            emit("warning", "latest.foreign", job=save.job, file=str(home.path / LATEST_NAME),
+                 reason="it is no link, and so not ours", hint=FOREIGN_LATEST_HINT)  # fmt: skip
 
     def follow_later(self, root: Home, save: SaveRef) -> None:
         """Try again, a few times, later and later. The next commit tries, too."""
@@ -74,6 +82,10 @@ class Latest:
             return ()
         async with self._removing[str(root.path)]:
             removed: tuple[str, ...] = await self._in_files(partial(_retain, root, keep))
+            left = await self._in_files(partial(_left_in, root, removed))
+        if left:
+            emit("info", "retention.kept", root=str(root.path), file=", ".join(left),
+                 reason="people have put these there")  # fmt: skip
         return removed
 
 
@@ -88,3 +100,8 @@ def _retain(root: Root, keep: Keep) -> tuple[str, ...]:
         for name in removable(root, entries, keep)
         if name not in being_read(root) and root.remove_checkpoint(name, save_ids[name])
     )
+
+
+def _left_in(root: Root, removed: tuple[str, ...]) -> list[str]:
+    """Return what is left of directories whose checkpoints were removed: what people put there."""
+    return [f"{name}/{entry}" for name in removed for entry in root.foreign_in(name)]

@@ -40,3 +40,7 @@ def names(path: Path) -> list[str]:
 
 class Power(Exception):
     """The machine stops here."""
+
+
+class Crash(BaseException):
+    """The process ends here."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from tests.unit.storage.published import publish
 
@@ -53,3 +55,27 @@ def test_latest_is_not_moved_to_what_retention_has_removed(root: Root) -> None:
     root.remove_checkpoint("step_60")
     assert not root.advance_latest(gone)
     assert root.latest_target() is None
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_what_people_call_latest_stays_as_it_is_unless_it_is_a_link(root: Root, kind: str) -> None:
+    own = root.path / "latest"
+    if kind == "file":
+        own.write_text("step_7")
+    else:
+        own.mkdir()
+        (own / "notes").touch()
+    save = publish(root, "1-1", 3)
+    assert root.is_latest_foreign()
+    assert not root.advance_latest(save)
+    root.move_latest("step_3")
+    assert not own.is_symlink()
+    assert ("step_7" if kind == "file" else ["notes"]) == (
+        own.read_text() if kind == "file" else os.listdir(own)
+    )
+    assert [] == os.listdir(root.path / ".partial")
+    assert "step_3" == root.latest()
+    own.rename(root.path / "mine")
+    assert root.advance_latest(save)
+    assert not root.is_latest_foreign()
+    assert "step_3" == root.latest_target()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.unit.storage.saves import Crash
 
 from milepost.errors import Rejected, SaveFailed, UsageError
 from milepost.format.manifest import (
@@ -73,34 +72,6 @@ def held_by(place: Path) -> str | None:
 
 def leftovers(place: Path) -> list[str]:
     return sorted(name for name in os.listdir(place) if name.startswith((SAVE_PREFIX, ".")))
-
-
-class Crash(BaseException):
-    """The process ends here."""
-
-
-@pytest.fixture
-def crash_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Have the process end at the n-th call from now on that changes a directory."""
-    left = [-1]
-
-    def counting(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if left[0] == 0:
-                raise Crash
-            left[0] -= 1
-            return real(*args, **kwargs)
-
-        return call
-
-    for owner, name in [(os, "rename"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree")]:
-        monkeypatch.setattr(owner, name, counting(getattr(owner, name)))
-
-    def set_at(number: int) -> None:
-        left[0] = number
-
-    yield set_at
-    left[0] = -1
 
 
 # --- publishing -----------------------------------------------------------------------------------

@@ -414,6 +414,21 @@ def test_prune_says_what_would_go_and_touches_nothing(root: Path, run: Run) -> N
     assert (root / "step_10").exists()
 
 
+@pytest.mark.parametrize("is_dry", [True, False])
+def test_prune_leaves_what_people_have_put_into_a_checkpoint_and_says_so(
+    root: Path, run: Run, is_dry: bool
+) -> None:
+    (root / "step_10" / "logs").mkdir()
+    (root / "step_10" / "config.json").write_text("{}")
+    flags = ["--dry-run"] if is_dry else []
+    assert run("prune", root, "--keep-last", 1, *flags) == 0
+    stays = "would stay" if is_dry else "stays"
+    assert f"people have put there {stays}: step_10/config.json, step_10/logs" in run.err
+    if not is_dry:
+        assert sorted(os.listdir(root / "step_10")) == ["config.json", "logs"]
+        assert not (root / "step_20").exists()
+
+
 def test_prune_keeps_what_latest_points_at(root: Path, run: Run) -> None:
     (root / "latest").unlink()
     (root / "latest").symlink_to("step_10")
