@@ -1,8 +1,8 @@
-"""Pausing Python's cycle collector where very many objects are made that all stay, or all go.
+"""Pauses Python's cycle collector while very many objects are made that all stay, or all go.
 
-A save of 11,000 tensors makes enough of them to set off a full collection, which walks every object
-of the trainer for 0.2 s. Owns the collector's switch for this process: knows who pauses it, and the
-last one to end switches on only what the first one had switched off.
+A save of 11,000 tensors makes enough objects to start a full collection, which walks every object
+of the trainer for 0.2 s. Owns the collector's switch for this process: it knows all pauses, and the
+last one to end switches the collector on only if the first one had switched it off.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Holder:
 
 
 class _Switch:
-    """Who wants the collector off, and whether it is to be on again after the last one.
+    """All pauses, and whether the collector has to be on again after the last one.
 
-    Without a lock: a signal handler may run in the middle of this on the main thread, and wait for
-    a thread that wants to pause the collector (docs/design/0010-interrupts.md). In any order of
-    steps the last one to go leaves it on if it was; at worst it is on too early, which costs only
-    time.
+    Uses no lock: a signal handler may run in the middle of this code on the main thread, and wait
+    for a thread that wants to pause the collector (docs/design/0010-interrupts.md). In any order of
+    steps, the last pause leaves the collector on if it was on before. At worst it is on too early,
+    which costs only time.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class _Switch:
         self._settle()
 
     def start_over(self) -> None:
-        """In a forked child, which has none of the other threads."""
+        """Forget all pauses, in a forked child: it has none of the other threads."""
         self._holders.clear()
         self._settle()
 
@@ -72,9 +72,9 @@ os.register_at_fork(after_in_child=_switch.start_over)
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Collect no cycles in this process meanwhile.
+    """Collect no cycles in this process within this block.
 
-    Nests, in a thread and across threads. Drop large structures before the end: the next
+    Blocks may nest, in a thread and across threads. Drop large structures before the end: the next
     collection walks those that are left.
     """
     holder = Holder(threading.get_ident())
@@ -88,7 +88,7 @@ def collector_paused() -> Iterator[None]:
 
 @contextmanager
 def collector_running() -> Iterator[None]:
-    """Within a `collector_paused()`, take it back for a wait whose length is not known."""
+    """Within a `collector_paused()`, let the collector run during a wait of unknown length."""
     holders = _switch.of_this_thread()
     for holder in holders:
         _switch.resume(holder)
@@ -96,14 +96,14 @@ def collector_running() -> Iterator[None]:
         yield
     finally:
         for holder in holders:
-            # After an interrupt this may come late, when the traceback goes.
+            # After an interrupt this may run late, when the traceback is dropped.
             if not holder.is_over:
                 _switch.pause(holder)
 
 
 def collect_now() -> None:
-    """Walk what was made to stay now, not within the next save, which would set that off by its own
-    objects. Does nothing where the collector is switched off.
+    """Collect now, so that the next save does not start a collection of the objects that stay. Does
+    nothing if the collector is switched off.
     """
     if gc.isenabled():
         gc.collect()

@@ -19,11 +19,11 @@ class Shared(Protocol):
 
 
 class Turn:
-    """Whose turn it is: a lock that refuses the thread that has it.
+    """A lock that refuses the thread that holds it already.
 
-    What a signal handler raises in a call leaves the turn free, wherever it comes
-    (docs/design/0010-interrupts.md): no lock is taken in Python code, and no generator is left
-    that would hold one for as long as somebody keeps the traceback.
+    An exception of a signal handler leaves the turn free, wherever it comes
+    (docs/design/0010-interrupts.md): no Python code takes the lock, and no generator holds it,
+    which could go on for as long as somebody keeps the traceback.
     """
 
     def __init__(self) -> None:
@@ -33,11 +33,11 @@ class Turn:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody has it at this moment."""
+        """Whether no thread holds the turn at this moment."""
         return not self.holder
 
     def refuse_nested(self, method: str) -> None:
-        """Refuse a call within another one; the lock is held, so both are of this thread.
+        """Refuse a call within another call. This thread holds the lock, so it makes both calls.
 
         Raises UsageError("nested-call"): a signal handler that runs in the middle of one call must
         not make another.
@@ -56,7 +56,7 @@ R = TypeVar("R")
 
 
 def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Let threads that call such methods of one object wait for each other."""
+    """Make threads that call decorated methods of one object wait for each other."""
     name = method.__name__
 
     @functools.wraps(method)

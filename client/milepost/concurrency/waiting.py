@@ -1,4 +1,4 @@
-"""Waiting on a trainer's threads: on what, for how long, and what its log says meanwhile."""
+"""Waiting on a trainer's threads: with a time limit, and with log lines during long waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from milepost.errors import UsageError
 log = logging.getLogger("milepost")
 
 WAIT_TOLD_S: Final = 15.0
-"""How long a call waits in silence; then the log says for what."""
+"""How long a call waits without a log line. Then the log says what the call waits for."""
 
 
 def make_condition() -> threading.Condition:
@@ -31,7 +31,7 @@ def make_condition() -> threading.Condition:
 
 
 def check_timeout(timeout_s: object) -> None:
-    """Raise UsageError for what is no time to wait: None, or seconds."""
+    """Raise UsageError unless this is a time to wait: None, or seconds."""
     if timeout_s is None or (
         isinstance(timeout_s, int | float)
         and not isinstance(timeout_s, bool)
@@ -44,13 +44,13 @@ def check_timeout(timeout_s: object) -> None:
 def wait_telling(
     changed: threading.Condition, is_so: Callable[[], bool], timeout_s: float, what: str
 ) -> bool:
-    """Wait on a condition that the caller holds; return False if it was not so in time.
+    """Wait until `is_so()` is true, on a condition that the caller holds; False: not in time.
 
-    The trainer's other threads may go on for long meanwhile, so the collector does, too.
+    The trainer's other threads may run for long meanwhile, so the collector runs, too.
 
     Args:
         changed: notified whenever `is_so` may have changed.
-        is_so: what is waited for.
+        is_so: the condition to wait for.
         timeout_s: seconds.
         what: who waits for what, for the log.
     """

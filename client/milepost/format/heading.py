@@ -1,4 +1,4 @@
-"""What orders checkpoints and tells who wrote them, read from a manifest's beginning."""
+"""The order of checkpoints and the save that wrote each, read from a manifest's beginning."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from milepost.format.manifest import MANIFEST_NAME, decode_manifest
 
 
 class Heading(msgspec.Struct, frozen=True):
-    """The few fields at a manifest's beginning that order checkpoints; empty where there is no
-    manifest.
+    """The few fields at a manifest's beginning by which checkpoints are ordered; empty if there is
+    no manifest.
     """
 
     save_id: str = ""
@@ -25,10 +25,10 @@ _HEAD_BYTES: Final = 16 << 10
 
 
 def read_heading(checkpoint: Path) -> Heading:
-    """Read job, save id and step without the columns, of which a large manifest has many MB.
+    """Read job, save id and step without the columns, which may have many MB.
 
-    Falls back to the whole manifest where the fields are not among its first. Raises
-    CorruptCheckpoint, OSError.
+    Reads the whole manifest if these fields are not among its first. Raises CorruptCheckpoint,
+    OSError.
     """
     try:
         with (checkpoint / MANIFEST_NAME).open("rb") as file:

@@ -1,5 +1,5 @@
-"""The manifest: what milepost knows of a checkpoint beyond torch's index, and the fragments from
-which it is made.
+"""The manifest: what milepost knows about a checkpoint beyond torch's index. Also the fragments
+from which it is made.
 
 Each node writes one fragment, `.fragment-<node>`, beside its data files. The coordinator's planner
 child reads all of them (which proves that the nodes share the root) and writes `.milepost`; the
@@ -22,14 +22,14 @@ from milepost.errors import CorruptCheckpoint
 
 MANIFEST_NAME: Final = ".milepost"
 METADATA_NAME: Final = ".metadata"
-"""torch's index beside it: a directory that has none is no checkpoint."""
+"""torch's index beside it. A directory without it is not a checkpoint."""
 FRAGMENT_PREFIX: Final = ".fragment-"
 FORMAT_VERSION: Final = 1
 
 STRETCH_BYTES: Final = 1 << 20
-"""A data file is checked in stretches of this size, each with a CRC: long enough that the CRCs are
-few, short enough that a part of a large tensor can be checked without reading much of the rest. The
-format does not depend on it: each manifest says its own."""
+"""A data file is checked in stretches of this size, each with a CRC. They are so long that the CRCs
+are few, and so short that a part of a large tensor can be checked without reading much of the rest.
+The format does not depend on this size: each manifest names its own."""
 
 
 class FragmentFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """`.milepost` without its columns of blobs: quick to read, and all that a load needs."""
+    """`.milepost` without its columns of blobs. It is quick to read, and a load needs no more."""
 
     format: int = FORMAT_VERSION
     job: str = ""
@@ -83,7 +83,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """For each file the CRC-32 of its stretches, as in `FragmentFile`; empty for a file whose
     stretches are not known. The whole tuple is empty if none are."""
     index: bytes = b""
-    """What `.metadata` says, by `dcp_format.columns`; empty: not carried."""
+    """The content of `.metadata`, packed by `dcp_format.columns`; empty: left out."""
 
 
 class Manifest(Summary, frozen=True, kw_only=True):
@@ -118,7 +118,7 @@ def encode_fragment(fragment: Fragment) -> bytes:
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the msgpack form, which ends with the CRC-32 of everything before it."""
     built = msgspec.to_builtins(manifest, builtin_types=(bytes,))
-    # A number that needs four bytes reserves their space.
+    # A placeholder that needs four bytes reserves the space.
     body: bytes = msgpack.packb({**built, "self_crc": 0xFFFFFFFF})[:-4]
     assert body.endswith(_SELF_CRC)
     return body + isal_zlib.crc32(body).to_bytes(4, "big")
@@ -135,7 +135,7 @@ def decode_fragment(data: bytes) -> Fragment:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Read a manifest. Raises CorruptCheckpoint, also if it is not what was written."""
+    """Read a manifest. Raises CorruptCheckpoint, also if its checksum is wrong."""
     try:
         fields = msgpack.unpackb(data, use_list=False)
         _check_itself(data, fields)
@@ -145,8 +145,8 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def decode_summary(data: bytes) -> Summary:
-    """Read a manifest but for its blobs. Raises CorruptCheckpoint, also if any of it is not what
-    was written.
+    """Read a manifest without its blobs. Raises CorruptCheckpoint, also if its checksum is
+    wrong.
     """
     try:
         summary = msgspec.msgpack.decode(data, type=Summary)
@@ -157,12 +157,14 @@ def decode_summary(data: bytes) -> Summary:
 
 
 def _check_itself(data: bytes, fields: object) -> None:
-    """Compare a manifest with its own checksum, which came with `stretches`. Raises ValueError."""
+    """Compare a manifest with its own checksum, which is required if it has `stretches`. Raises
+    ValueError.
+    """
     body, written = data[:-4], int.from_bytes(data[-4:], "big")
     if body.endswith(_SELF_CRC):
         found = isal_zlib.crc32(body)
         if found != written:
-            raise ValueError(f"its checksum is {found:08x}, written was {written:08x}")
+            raise ValueError(f"its checksum is {found:08x}, but {written:08x} was written")
     elif isinstance(fields, dict) and "stretches" in fields:
         raise ValueError("its checksum is gone")
 
@@ -176,8 +178,8 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
 
 
 def read_summary(checkpoint: Path) -> Summary | None:
-    """Return the manifest of a checkpoint directory but for its blobs, or None if it has none.
-    Raises CorruptCheckpoint, OSError.
+    """Return the manifest of a checkpoint directory without its blobs, or None if it has no
+    manifest. Raises CorruptCheckpoint, OSError.
     """
     data = _read(checkpoint)
     return None if data is None else decode_summary(data)

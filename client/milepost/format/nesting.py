@@ -1,8 +1,8 @@
-"""What torch's index does not say of how a state was nested: keys of dicts that are no text, and
-dicts that are empty.
+"""What torch's index does not say about the nesting of a state: dict keys that are not text, and
+empty dicts.
 
-Packed as msgpack, once in each rank's offer and once in the manifest. A key stands there in a plain
-form that `state.keys` makes and reads. No torch.
+Packed as msgpack, once in each rank's offer and once in the manifest. A key is stored in a plain
+form, which `state.keys` makes and reads. No torch.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import msgspec
 from milepost.format.manifest import MANIFEST_NAME
 
 StatePath: TypeAlias = tuple[str | int, ...]
-"""Where a value stands in the nested state, as torch tells it: an int is an index of a list."""
+"""Where a value is in the nested state, in torch's form: an int is an index into a list."""
 
 
 class Nesting(msgspec.Struct, frozen=True):
-    """What is to be remembered."""
+    """What torch's index loses."""
 
     names: tuple[tuple[StatePath, tuple[str, ...], tuple[Any, ...]], ...] = ()
-    """For each dict with keys that are no text: its path, their texts, their plain forms."""
+    """For each dict with keys that are not text: its path, and the keys' texts and plain forms."""
     empty: tuple[StatePath, ...] = ()
     """Paths of empty dicts."""
 
 
 def pack_nesting(nesting: Nesting) -> bytes:
-    """Return the packed form; nothing for nothing."""
+    """Return the packed form; empty if there is nothing to pack."""
     if not nesting.names and not nesting.empty:
         return b""
     packed: bytes = msgpack.packb((nesting.names, nesting.empty))
@@ -46,8 +46,8 @@ def unpack_nesting(packed: bytes) -> Nesting:
 
 
 def merge_nestings(packed: Iterable[bytes]) -> bytes:
-    """Return what several ranks have packed as one; of a key that they have in different ways the
-    first counts. Raises ValueError.
+    """Merge what several ranks have packed. If they disagree about a dict, the first rank counts.
+    Raises ValueError.
     """
     distinct = list(dict.fromkeys(packed))
     if len(distinct) < 2:
@@ -69,8 +69,8 @@ def merge_nestings(packed: Iterable[bytes]) -> bytes:
 
 
 def read_nesting(checkpoint: Path) -> Nesting:
-    """Return what a checkpoint's manifest tells, without its columns, which may have many MB;
-    nothing where there is no manifest, or one that cannot be read, which is told elsewhere.
+    """Return the nesting from a checkpoint's manifest, without reading its columns, which may have
+    many MB. Empty if there is no manifest, or an unreadable one, which other code reports.
     """
     try:
         with (checkpoint / MANIFEST_NAME).open("rb") as file:

@@ -1,7 +1,7 @@
 """A trainer's connection to its node's daemon: one DEALER socket on a thread of its own.
 
-Owns hello, heartbeats and noticing that the daemon is gone (its process has ended, or it has been
-silent for too long). Does not know what the other messages mean: it hands each that arrives to one
+Owns hello and heartbeats, and notices when the daemon is gone (its process has ended, or it has
+been silent for too long). Does not know what the other messages mean: it passes each of them to one
 callback on the connection's thread, which must not block. `send` may be called from any thread and
 never blocks. ZeroMQ sockets never leave the thread.
 """
@@ -160,7 +160,7 @@ class Connection:
         hello = encode(_hello())
         dealer.send(hello, zmq.NOBLOCK)
         said_at_s = time.monotonic()
-        # Since when the daemon owes a word. While this thread does not run, it asks for none.
+        # Since when the daemon owes an answer. While this thread does not run, it asks nothing.
         asked_at_s: float | None = None
         pidfd = -1
         while True:
@@ -199,7 +199,7 @@ class Connection:
                     dealer.send(encode(Ping()) if self._welcome is not None else hello, zmq.NOBLOCK)
 
     def _drain(self, dealer: zmq.Socket[bytes]) -> bool:
-        """Handle every message that has arrived; return False if the thread is to end."""
+        """Handle every message that has arrived; return False if the thread has to end."""
         while True:
             try:
                 frame = dealer.recv(zmq.NOBLOCK)

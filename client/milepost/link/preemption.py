@@ -32,7 +32,7 @@ class PreemptionFlag:
     """The flag of one rank.
 
     Args:
-        ensure: returns once the rank has its place at the daemon; may raise MilepostError.
+        ensure: returns once the rank has joined its job at the daemon; may raise MilepostError.
         send: sends a message to the daemon, once.
     """
 
@@ -54,7 +54,7 @@ class PreemptionFlag:
         self._previous: Any = None
 
     def read(self) -> bool:
-        """Return whether this rank is to go now; counts as one read.
+        """Return whether this rank has to go now; counts as one read.
 
         The first call installs the handler of SIGTERM, which only works on the main thread. On
         another thread this rank's own SIGTERM goes unnoticed; those of other ranks are noticed.
@@ -70,10 +70,10 @@ class PreemptionFlag:
             return self._at_read is not None and self._reads >= self._at_read
 
     def hold(self) -> None:
-        """Answer the daemon's question how often the flag was read, and hold the next read.
+        """Tell the daemon how often the flag was read, and hold the next read.
 
-        A daemon that was restarted asks again and gets the same answer: a coordinator that has
-        forgotten what it told some ranks comes to the same decision for the others.
+        A restarted daemon asks again and gets the same answer. So a coordinator that has forgotten
+        what it told some ranks makes the same decision for the others.
         """
         with self._changed:
             self._is_held = True
@@ -81,7 +81,7 @@ class PreemptionFlag:
         self._send(ReadsTold(reads=reads))
 
     def decide(self, at_read: int) -> None:
-        """Take the daemon's decision: reads answer true from this one on."""
+        """Take the daemon's decision: the read of this number and later ones answer true."""
         with self._changed:
             if self._at_read is None:
                 self._at_read = at_read
@@ -106,7 +106,7 @@ class PreemptionFlag:
         try:
             self._ensure()
         except MilepostError as error:
-            log.warning("a preemption may go unheard: %s", error)
+            log.warning("a preemption may go unnoticed: %s", error)
         try:
             self._previous = signal.signal(signal.SIGTERM, self._noticed)
         except ValueError:
@@ -125,9 +125,9 @@ class PreemptionFlag:
         with self._changed:
             if self._is_closed:
                 return
-            # This rank is to go even if no daemon answers.
+            # This rank has to go even if no daemon answers.
             self._is_held = True
-        log.warning("told to go (SIGTERM); all ranks are asked")
+        log.warning("this rank was told to go (SIGTERM); asking all ranks")
         while True:
             try:
                 self._ensure()

@@ -40,7 +40,7 @@ LATE_S: Final = 5.0
 """How long a rank waits before the log names the ranks that have not come."""
 
 ACTS: Final = {"meet": "Checkpointer()", "load": "load()", "claim": "save()"}
-"""What the ranks have called, by the first part of a topic."""
+"""The call that the ranks have made, by the first part of a topic."""
 
 
 class Store(Protocol):
@@ -79,8 +79,8 @@ class Group(NamedTuple):
 
 
 _meetings: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""How many Checkpointers a process group has seen: the same number on all its ranks, so that it can
-tell the keys of one from those of another."""
+"""How many Checkpointers a process group has had. All its ranks count the same number, which keeps
+the keys of different Checkpointers apart."""
 
 
 def join_group(process_group: dist.ProcessGroup | None) -> Group:
@@ -133,7 +133,7 @@ def gather(group: Group, topic: str, value: bytes, timeout_s: float) -> list[byt
     wait_s = min(LATE_S, timeout_s)
     missing = list(range(group.world))
     while True:
-        # All missing ranks share one pause, so that a warning names only those that are late.
+        # Give all missing ranks one pause, so that a warning names only ranks that are late.
         pause_until_s = time.monotonic() + wait_s
         missing = [
             rank
@@ -150,7 +150,7 @@ def gather(group: Group, topic: str, value: bytes, timeout_s: float) -> list[byt
             "rank-missing",
             f"{len(missing)} of {group.world} ranks did not come within {timeout_s:g} s: "
             + listed(missing),
-            "every rank of the group has to make its Checkpointer, and to call load(), too",
+            "every rank of the group has to make its Checkpointer and to call load()",
         )
     return [store.get(f"{topic}/{rank}") for rank in range(group.world)]
 
@@ -164,7 +164,7 @@ def _warn_of_missing(topic: str, missing: Sequence[int], world: int, timeout_s: 
 
 
 def tell_all(group: Group, topic: str, make: Callable[[], bytes], timeout_s: float) -> bytes:
-    """Have rank 0 make a value, and return it on every rank; an error of `make` is raised on all.
+    """Let rank 0 make a value, and return it on every rank. An error of `make` is raised on all.
 
     Raises Unavailable("rank-missing") on the other ranks if rank 0 does not answer in time.
     """
@@ -224,8 +224,8 @@ def meet(
     Args:
         group: from `join_group`.
         me: this rank's node, root, job and torch version.
-        claim: returns the job's name on the wire and the next attempt number of the root, which it
-            claims; called on rank 0 only.
+        claim: claims the next attempt number of the root, and returns the job's name on the wire
+            and this number; called on rank 0 only.
         timeout_s: how long to wait for the others.
 
     Raises:
@@ -259,5 +259,5 @@ def _check_agreement(said: Sequence[Introduction]) -> None:
                     "usage",
                     f"rank {rank} has {field} {getattr(other, field)!r}, rank 0 has "
                     f"{getattr(first, field)!r}",
-                    "every rank must give the same root and job, and run the same torch",
+                    "every rank must pass the same root and job, and run the same torch",
                 )

@@ -1,12 +1,12 @@
 """One rank's session with its node's daemon, across the daemon's restarts.
 
-Owns hello, the rank's place in the job, and the last message about each save that is not settled: a
-daemon that comes back gets all of them again, in order, so that a save which was staged before the
-daemon died is written as if nothing had happened. An embedded daemon is started again from here;
-any other daemon is restarted by its supervisor. Knows nothing of states or layouts.
+Owns hello, the rank's place in the job, and the last message about each save that is not settled. A
+daemon that comes back gets all these messages again, in order. So a save that was staged before the
+daemon died is written as if nothing had happened. This module starts an embedded daemon again; a
+supervisor restarts any other daemon. Knows nothing of states or layouts.
 
-Threads: all methods are for any thread; callbacks run on the connection's thread or on the one that
-restores the session, and must not block.
+Threads: any thread may call all methods. Callbacks run on the connection's thread or on the thread
+that restores the session, and must not block.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MISSING_S: Final = 20.0
 with a supervisor's back-off somewhat longer. The save then fails and training goes on."""
 
 RESTORE_S: Final = 60.0
-"""How long a lost daemon is looked for before the saves that wait for it fail."""
+"""How long the session looks for a lost daemon before the saves that wait for it fail."""
 
 ANSWER_S: Final = 2.0
 """How long to wait for the answer to one hello before connecting again."""
@@ -61,7 +61,7 @@ LEAVE_S: Final = 10.0
 """How long to wait for the daemon's goodbye once nothing is pending."""
 
 SaveWord = Offered | Staged | Skipped | Unable
-"""What is sent again to a daemon that was restarted."""
+"""The messages that a restarted daemon gets again."""
 
 
 class Session:
@@ -71,7 +71,7 @@ class Session:
         run_dir: the daemon's run directory.
         is_embedded: start a daemon there when none is running.
         on_message: called with each message of the daemon that is not about the session itself.
-        on_gone: called when a lost daemon has not come back in time, or another one has.
+        on_gone: called when a lost daemon did not come back in time, or another one came instead.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Session:
         self._on_message = on_message
         self._on_gone = on_gone
         self._changed = make_condition()
-        """Guards everything below; what is above never changes."""
+        """Guards all fields below; the fields above never change."""
         self._connection: Connection | None = None
         self._welcome: Welcome | None = None
         self._join: Join | None = None
@@ -125,7 +125,7 @@ class Session:
                 self._joined, self._has_left = None, False
                 self._refusal = None
         if is_closed:
-            # Closed meanwhile by another thread, which has not seen this connection.
+            # Another thread has closed the session meanwhile, and did not see this connection.
             connection.close()
             raise Unavailable("daemon-lost", "the session was closed")
         return welcome
@@ -150,7 +150,7 @@ class Session:
             try:
                 return connection, connection.open(ANSWER_S)
             except Unavailable as error:
-                # An embedded daemon may have been about to end when it was found running.
+                # An embedded daemon that was found running may have been about to end.
                 waited_s = time.monotonic() - started_s
                 if waited_s > START_S or self._is_over():
                     raise Unavailable(
@@ -167,8 +167,8 @@ class Session:
         """Return once the rank has its place at a running daemon.
 
         Args:
-            join: the same in every call, until the rank continues as a later attempt. A thread
-                that such a step has overtaken gets the place of the later one.
+            join: the same in every call, until the rank continues as a later attempt. If that
+                happens while a thread waits here, the thread gets the place of the later attempt.
             timeout_s: how long to wait for a daemon that is away.
 
         Raises:
@@ -191,15 +191,15 @@ class Session:
                 if self._connection is None:
                     raise Unavailable(
                         "daemon-lost",
-                        f"the daemon in {self.run_dir} is away, and did not come back within "
+                        f"the daemon in {self.run_dir} is away and did not come back within "
                         f"{timeout_s:g} s",
                         "is it being restarted? `milepost status` tells",
                     )
         self._take_place(join)
 
     def _has_place(self, join: Join) -> bool:
-        """Whether the rank has this very place: a restored one may be that of its earlier attempt.
-        The lock is held.
+        """Whether the rank has exactly this place: after a restore it may have the place of its
+        earlier attempt. The lock is held.
         """
         return self._joined is not None and self._joined.attempt == join.attempt
 
@@ -231,7 +231,7 @@ class Session:
                 self._connection.send(message)
 
     def settle(self, save_id: str) -> None:
-        """Forget the message about a save that has ended and of which the daemon reads nothing."""
+        """Forget the message about an ended save whose slot the daemon no longer reads."""
         with self._changed:
             self._said.pop(save_id, None)
 

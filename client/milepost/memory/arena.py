@@ -126,7 +126,7 @@ class Slot:
 
     @property
     def state(self) -> SlotState:
-        """What the slot holds now. Raises Rejected("arena-invalid") if the byte is no state."""
+        """What the slot holds now. Raises Rejected("arena-invalid") if the byte is not a state."""
         try:
             return SlotState(self._control[0])
         except ValueError:
@@ -261,7 +261,7 @@ class Arena:
             raise Rejected(
                 "arena-invalid",
                 f"arena {path} exists already",
-                "another trainer of this job and rank runs, or left it: remove the file if not",
+                "another trainer of this job and rank may be running; if not, remove the file",
             ) from error
         except (FileNotFoundError, NotADirectoryError) as error:
             raise Rejected(
@@ -275,7 +275,7 @@ class Arena:
             try:
                 pages.reserve_pages(path, descriptor, shape.nbytes)
                 os.pwrite(descriptor, table, PAGE_BYTES)
-                # The header last: a file without one is no arena.
+                # Write the header last: a file without one is not an arena.
                 fields = _HEADER.pack(_MAGIC, ARENA_VERSION, *shape, isal_zlib.crc32(table), name)
                 os.pwrite(descriptor, fields + _CRC.pack(isal_zlib.crc32(fields)), 0)
                 return cls(path, descriptor, shape, layout_id, table)
@@ -332,11 +332,11 @@ class Arena:
     def fault_in(self, threads: int | None = None) -> None:
         """Map every page, so that the first copy is as fast as the next; contents do not change.
 
-        Never holds the GIL for long, and may run beside staging. Where pages are new it takes a
-        thread about a second per GiB.
+        Never holds the GIL for long, and may run beside staging. One thread takes about a second
+        per GiB of new pages.
 
         Args:
-            threads: how many share the work; None: as many as help.
+            threads: how many threads share the work; None: as many as help.
         """
         pages.fault_in(self._map, threads)
 
@@ -352,7 +352,7 @@ class Arena:
         """Give the memory back to the system, even if other processes still map the file: they
         read zeros from then on. Only for an arena whose slots are all free.
         """
-        # Else the daemon's mapping would keep the memory until it opens the next arena.
+        # Otherwise the daemon's mapping would keep the memory until it opens the next arena.
         with suppress(OSError):
             self._map.madvise(mmap.MADV_REMOVE)
 

@@ -1,8 +1,8 @@
-"""The memory of one file on a memory file system: whether there is enough, reserving it, mapping
+"""The memory of one file on a memory file system: checks that there is enough, reserves it, maps
 it.
 
-Owns the limits that are checked before anything is reserved, and how pages are touched: in pieces,
-by several threads, huge where the mount allows. Knows nothing of what is in the file.
+Owns the limits that are checked before anything is reserved. Touches pages in pieces, by several
+threads, and as huge pages if the mount allows them. Knows nothing of the file's content.
 
 Sources: posix_fallocate(3), madvise(2), tmpfs(5), proc_pid_mountinfo(5), the kernel's
 admin-guide/mm/transhuge, cgroup v1 and v2 memory controllers.
@@ -54,8 +54,8 @@ _SHM_HINT: Final = (
 
 
 def memory_free(own: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many bytes this process may still use: what the machine has, or what its control
-    groups leave if that is less.
+    """Return how many bytes this process may still use: the free memory of the machine, or of its
+    control groups if that is less.
     """
     free: int = psutil.virtual_memory().available
     for group, limit_name, used_name, prefix in _memory_groups(own, mount):
@@ -66,7 +66,8 @@ def memory_free(own: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/
         except (OSError, ValueError):
             continue  # No limit here, or the memory controller is off.
         if limit.isdecimal():
-            # Page cache is given up when memory is wanted. Memory file systems do not count as it.
+            # The kernel gives up page cache when memory is wanted. This figure does not include
+            # memory file systems.
             cache = sum(
                 int(fields.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active")
             )
@@ -91,8 +92,8 @@ def _memory_groups(own: Path, mount: Path) -> Iterator[tuple[Path, str, str, str
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         else:
             continue
-        # In a container the path may be one that only the host has; the top of the mount is then
-        # the container's own group.
+        # In a container, the path may exist only on the host. Then the top of the mount is the
+        # container's own group.
         parts = () if ".." in path else Path(path.lstrip("/")).parts
         for count in range(len(parts), -1, -1):
             yield top.joinpath(*parts[:count]), *names
@@ -126,7 +127,7 @@ def check_room(directory: Path, wanted: int) -> None:
 
 
 def reserve_pages(path: Path, descriptor: int, nbytes: int) -> None:
-    """Reserve all pages of a new file: a shortage is an error now, where a sparse file would raise
+    """Reserve all pages of a new file. A shortage is an error now; with a sparse file it would be a
     SIGBUS at the first touch.
 
     Raises Rejected("shm-too-small"); OSError for anything else.
@@ -144,8 +145,8 @@ def reserve_pages(path: Path, descriptor: int, nbytes: int) -> None:
 
 
 def _may_be_huge(directory: Path) -> bool:
-    """Return whether the mount gives huge pages on request (tmpfs mounted with `huge=advise`); with
-    `always` and `within_size` it gives them without being asked.
+    """Return whether the mount gives huge pages on request (tmpfs mounted with `huge=advise`). With
+    `always` and `within_size` it gives them without a request.
     """
     try:
         device = os.stat(directory).st_dev
@@ -163,9 +164,10 @@ def _may_be_huge(directory: Path) -> bool:
 
 
 def _reserve_huge(descriptor: int, nbytes: int) -> None:
-    """Reserve the file in huge pages, which fallocate(2) never asks for; all of it or nothing.
+    """Reserve the whole file in huge pages, or nothing. fallocate(2) never asks for huge pages.
 
-    Writing them with direct I/O takes a third of the system time, and freeing them almost none.
+    Writing huge pages with direct I/O takes a third of the system time; freeing them takes almost
+    none.
     """
     refused: list[int] = []
     os.ftruncate(descriptor, nbytes)
@@ -220,7 +222,7 @@ def _touch_all(
     """
     if threads is None:
         threads = min(FAULT_THREADS_MAX, max(1, len(os.sched_getaffinity(0)) // 2))
-    # A mapping cannot be closed while the anchor is there.
+    # A mapping cannot be closed while the anchor exists.
     anchor = ctypes.c_char.from_buffer(mapping)
     start, nbytes = ctypes.addressof(anchor), len(mapping)
     # Each thread takes the next piece: `next` on a range's iterator is atomic under the GIL.
@@ -234,7 +236,7 @@ def _touch_all(
 
     others: list[threading.Thread] = []
     try:
-        # Without further threads it only takes longer.
+        # Without more threads it only takes longer.
         with suppress(RuntimeError):
             for _ in range(threads - 1):
                 other = threading.Thread(target=work, name="milepost-fault-in", daemon=True)
@@ -242,8 +244,8 @@ def _touch_all(
                 others.append(other)
         work()
     finally:
-        # After an interrupt, too, no thread may touch what the caller is about to unmap. See
-        # docs/design/0010-interrupts.md.
+        # Wait for the threads after an interrupt, too: none may touch memory that the caller is
+        # about to unmap. See docs/design/0010-interrupts.md.
         for _ in pieces:
             pass
         for each in others:

@@ -1,9 +1,10 @@
 """Staging behind the step: `save()` returns at once, and what optimizers change is copied later.
 
-What their next step changes is copied behind forward and backward, and that step waits for the
-copy; all else is copied before `save()` returns. Owns the copy that is under way and the thread
-that makes it. `selection` finds what may be copied late, `division` says how, `copying` copies, and
-`guard` is how steps come here. See docs/design/0007-overlap.md.
+Tensors that only an optimizer's step changes are copied during the next forward and backward, and
+the next step waits for the copy. Everything else is copied before `save()` returns. Owns the copy
+that is under way and its thread. `selection` finds what may be copied later, `division` decides
+how, `copying` copies, and `guard` calls this module before each step. See
+docs/design/0007-overlap.md.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ class BehindStaging(Staging):
 
     Raises UsageError for optimizers that cannot be guarded.
 
-    Threads: `before_step` and `guard` are for any thread; the rest is the trainer's, which alone
-    writes the fields.
+    Threads: any thread may call `before_step` and `guard`. Everything else is for the trainer's
+    thread, and only this thread writes the fields.
     """
 
     def __init__(
@@ -114,9 +115,9 @@ class BehindStaging(Staging):
         self._selector = Selector(optimizer)
         self.division = Division(streams)
         self._copy: Copy | None = None
-        # One thread for all copies: whoever starts one waits until it runs, which takes
-        # milliseconds where every core computes. The interpreter waits for what was submitted, not
-        # for more to come: no copy is stopped within torch.
+        # One thread for all copies: starting a thread means waiting until it runs, which takes
+        # milliseconds if every core is busy. At its end the interpreter waits for submitted work,
+        # so no copy is stopped inside torch.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="milepost-copy")
 
     def arm(self) -> None:
@@ -132,7 +133,8 @@ class BehindStaging(Staging):
     def start(self, copy: Copy) -> None:
         """Begin a copy. The last one has ended."""
         copy.begin()
-        # Noted first (docs/design/0010-interrupts.md); the thread may even be done before `start`.
+        # Note it first (docs/design/0010-interrupts.md): the thread may be done before `start`
+        # returns.
         self._copy = copy
         try:
             copy.start(self._executor)
@@ -156,15 +158,15 @@ class BehindStaging(Staging):
             copy.hold()
 
     def settle(self) -> None:
-        """Return once no copy is under way, and what came of the last one was told."""
-        # Forgotten only once it is over: another thread's step must find it meanwhile, and so must
-        # the next call after an interrupt (docs/design/0010-interrupts.md).
+        """Return once no copy is under way and the result of the last one was reported."""
+        # Forget the copy only once it is over: until then, a step of another thread must find it,
+        # and so must the next call after an interrupt (docs/design/0010-interrupts.md).
         if self._copy is not None:
             self._copy.join()
         self._copy = None
 
     def close(self) -> None:
-        """Settle, and guard no more."""
+        """Settle, and stop guarding steps."""
         self.settle()
         guard.disarm(self)
         self._executor.shutdown(wait=False)

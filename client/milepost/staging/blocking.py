@@ -38,7 +38,7 @@ class BlockingFilling(Filling):
 
 
 class BlockingStaging(Staging):
-    """Nothing is copied behind anything, so there is nothing to guard or to wait for."""
+    """Copies everything at once, so there is nothing to guard or to wait for."""
 
     def arm(self) -> None:
         """See `Staging.arm`."""

@@ -1,11 +1,11 @@
 """One background copy: what it does on each device, and who waits for its end.
 
-Owns the order in which a copy is made, the moment from which its sources may change, and the check
-by samples that finds a copy that was overtaken. It must not know of optimizers, layouts or slots:
-it copies pairs of tensors, and a callback hears how it ended.
+Owns the order of a copy, the moment from which its sources may change, and the check by samples
+that finds a torn copy. It must not know of optimizers, layouts or slots: it copies pairs of tensors
+and tells a callback how the copy ended.
 
-In host memory work is done where it is given, and whoever waits, waits on the host. A device has
-queues: work is only given to a side stream, and whoever waits is a stream.
+In host memory, work is done as soon as it is given, and waiting blocks the host. A device has
+queues: work is only given to a side stream, and another stream waits for it.
 
 Sources: torch/cuda/streams.py, the notes on CUDA semantics and `Tensor.record_stream` in torch's
 manual (2.13).
@@ -36,7 +36,8 @@ from milepost.staging.streams import Streams
 log = logging.getLogger("milepost")
 
 CHUNK_BYTES: Final = 64 << 20
-"""What one call copies, unless one tensor is larger: enough to be bound by memory, and short."""
+"""How much one call copies, unless a tensor is larger. It is enough to run at memory speed, and one
+call is still short."""
 
 GUARD_HINT: Final = (
     "call ck.guard() before changing parameters outside optimizer.step(), or use staging='blocking'"
@@ -45,7 +46,7 @@ GUARD_HINT: Final = (
 
 @dataclass(eq=False)
 class DevicePart:
-    """What one copy does on one device. Guarded tensors come first, clones after them."""
+    """The part of a copy on one device. Guarded tensors come first, clones after them."""
 
     streams: Streams
     image: torch.Tensor | None
@@ -55,7 +56,7 @@ class DevicePart:
     targets: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
-    """What queued copies read from; nothing once they have been made."""
+    """The tensors from which queued copies read; empty once these copies are made."""
     gathering: Gathering | None = None
     """Of the guarded tensors, on a device."""
     early: Sampler | None = None
@@ -63,15 +64,15 @@ class DevicePart:
     """Which of the guarded tensors are sampled before `save()` returns."""
     late: Sampler | None = None
     versions: list[int] = field(default_factory=list)
-    """Version counters of these, at `save()`. They only help to explain: fused optimizers do not
-    move them."""
+    """Version counters of these tensors at `save()`. They only help to explain an error, since
+    fused optimizers do not change them."""
     guarded_mark: Any = None
     """Once passed, the guarded tensors may change."""
     mark: Any = None
     """Once passed, all is in host memory."""
 
     def make_room(self) -> None:
-        """Make what samples are read into, and where to find them in an image."""
+        """Make the memory for samples, and compute where they are in an image."""
         for sampler in (self.early, self.late):
             if sampler is not None and self.sources:
                 sampler.make_room(self.sources[0].device)
@@ -87,10 +88,10 @@ class DevicePart:
         self.streams.fork()
 
     def give(self) -> None:
-        """Give all copies to the queue, guarded ones first, then the late samples of these."""
+        """Give all copies to the queue: the guarded ones, their late samples, then the clones."""
         guarded = len(self.keys)
-        # Detached: should a storage be replaced meanwhile, the copy keeps the one it has. Not
-        # sooner, for it takes as long as all else in `save()`.
+        # Detach here, so that the copy keeps its storage if somebody replaces it meanwhile. In
+        # `save()` this would double the time of the call.
         sources = list(map(torch.Tensor.detach, self.sources[:guarded]))
         self._keep(sources)
         if not all(map(torch.Tensor.data_ptr, sources)):
@@ -121,7 +122,7 @@ class DevicePart:
                 self.kept.clear()
 
     def _guarded_copies(self, sources: list[torch.Tensor]) -> Iterator[Copies]:
-        """Yield what to copy, in order: what is small in whole stretches, the rest as it is."""
+        """Yield the copies in order: small tensors in whole stretches, the others one by one."""
         if self.gathering is None or self.image is None:
             yield from _chunks(self.targets[: len(sources)], sources)
             return
@@ -167,10 +168,10 @@ def _chunks(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]) -> Ite
 
 
 def copy_with_one_thread() -> None:
-    """Have torch's copies on this thread use no other. A second team of OpenMP threads would spin
-    on the cores that the trainer's team computes on; one core saturates memory well enough.
+    """Make torch's copies on this thread use no further threads. A second team of OpenMP threads
+    would spin on the cores on which the trainer's team computes; one core nearly saturates memory.
     """
-    # torch sets a thread's number when it first asks for it, and would undo ours.
+    # torch sets a thread's OpenMP number when it first reads it, which would undo ours.
     torch.get_num_threads()
     with contextlib.suppress(AttributeError):  # a torch without OpenMP
         ctypes.CDLL(None).omp_set_num_threads(1)
@@ -180,10 +181,10 @@ class Copy:
     """One save's background copy.
 
     Args:
-        parts: one a device; let go of at the end.
+        parts: one for each device; released at the end.
         spans: the memory that must not change meanwhile.
-        on_end: called once, on the copy's thread, with what went wrong or None.
-        on_waited: called with the seconds that a guard kept the host.
+        on_end: called once, on the copy's thread, with the error or None.
+        on_waited: called with the seconds for which a guard kept the host waiting.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class Copy:
         self._on_waited = on_waited
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        """Guards the two below: either the copy begins, or it is cancelled."""
+        """Guards the two fields below: either the copy begins, or it is cancelled."""
         self._is_running = False
         self._is_cancelled = False
         self._is_given = False
@@ -221,8 +222,8 @@ class Copy:
             executor.submit(self.run)
         except RuntimeError:
             main = threading.main_thread()
-            # Executors take nothing any more once the main thread has ended, while others may
-            # train on; those the interpreter waits for, and for what they start.
+            # An executor takes no work once the main thread has ended, but other threads may still
+            # train. The interpreter waits for those threads, and for threads that they start.
             may_start = not main.is_alive() and threading.current_thread() is not main
             if not (may_start and self._start_thread()):
                 self.run(in_thread=False)
@@ -237,12 +238,12 @@ class Copy:
 
     @property
     def _is_coming(self) -> bool:
-        # Whoever was to give it to a thread may have been interrupted: then nobody comes. See
-        # docs/design/0010-interrupts.md.
+        # The call that should have given the copy to a thread may have been interrupted. Then
+        # no thread will ever run it. See docs/design/0010-interrupts.md.
         return self._is_given or self._is_running
 
     def cancel(self) -> None:
-        """Copy nothing if the thread has not got to it yet."""
+        """Cancel the copy if the thread has not begun it yet."""
         with self._lock:
             if self._is_running:
                 return
@@ -252,8 +253,8 @@ class Copy:
         self._ended.set()
 
     def join(self) -> None:
-        """Return once nothing is copied, and what came of it was told."""
-        # Whoever is told of the end, on the copying thread itself, may close.
+        """Return once the copy is over and its result was reported."""
+        # A callback that hears of the end, on the copying thread itself, may call `close`.
         is_own = self._thread == threading.get_ident()
         if self._is_coming and not is_own and not self.has_ended:
             self._ended.wait()
@@ -261,7 +262,8 @@ class Copy:
     def run(self, *, in_thread: bool = True) -> None:
         """Copy, check, and tell; once.
 
-        in_thread: it is one for copies. Else an interrupt that ends the copy is raised again.
+        in_thread: this is the copying thread. Otherwise an interrupt that ends the copy is raised
+            again.
         """
         with self._lock:
             if self._is_cancelled or self._is_running:
@@ -269,7 +271,7 @@ class Copy:
             self._is_running = True
         self._thread = threading.get_ident()
         if in_thread:
-            # The trainer returns from `save()` first: it waits for the interpreter's lock.
+            # Let the trainer return from `save()` first: it waits for the interpreter's lock.
             time.sleep(0)
             copy_with_one_thread()
         error: MilepostError | None = None
@@ -280,7 +282,8 @@ class Copy:
                     self._give()
             finally:
                 self._copied.set()
-                # Also after a failure: the slot must not be used while copies into it are queued.
+                # Do this after a failure, too: the slot must not be used while copies into it are
+                # queued.
                 for part in self._parts:
                     if part.mark is not None:
                         part.streams.join(part.mark)
@@ -295,7 +298,7 @@ class Copy:
         try:
             self._on_end(error)
         except Exception:
-            log.exception("the end of a background copy could not be told")
+            log.exception("the end of a background copy could not be reported")
         finally:
             self._ended.set()
         if interrupt is not None:
@@ -303,7 +306,7 @@ class Copy:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is copied any more: also in a forked child, which has no such thread."""
+        """Whether the copy is over. True in a forked child, which has no copying thread."""
         return self._ended.is_set() or os.getpid() != self._pid
 
     def let_go(self) -> None:
@@ -317,7 +320,7 @@ class Copy:
             part.give()
 
     def hold(self) -> None:
-        """Keep the caller, on the host or by its streams, until what is guarded was copied."""
+        """Hold the caller, on the host or by its streams, until all guarded tensors are copied."""
         if self.has_ended or not self._is_coming:
             return
         if not self._copied.is_set():

@@ -1,7 +1,8 @@
 """Which tensors of a state are copied when, and on which device's queue.
 
-Owns the choice between copying now, behind the next step, and from a clone, and what the copies of
-one layout share from save to save. It must not know of slots or saves, and starts no copy.
+Owns the choice between copying now, copying behind the next step, and copying from a clone. Owns
+also what the copies of one layout share from save to save. It must not know of slots or saves, and
+starts no copy.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ if TYPE_CHECKING:
     from milepost.state.items import Items
 
 EARLY_MAX: Final = 128
-"""Tensors that are sampled before `save()` returns too: each costs a microsecond or two there."""
+"""How many tensors are also sampled before `save()` returns. Each costs a microsecond or two."""
 
 CLONE_BYTES_MAX: Final = 256 << 20
-"""Device memory that a save may take for clones of what is not guarded. What does not fit is copied
-before `save()` returns, which waits for the device."""
+"""Device memory that a save may take for clones of tensors that are not guarded. Tensors that do
+not fit are copied before `save()` returns, and `save()` waits for the device."""
 
 
 class Split(NamedTuple):
-    """The tensors of a layout by how they are copied, each by its position in the layout."""
+    """The tensors of a layout, by how they are copied; each is named by its position."""
 
     now: list[int]
     """Before `save()` returns."""
     guarded: list[int]
-    """In the background: an optimizer's."""
+    """In the background: tensors of an optimizer."""
     cloned: list[int]
-    """In the background, from a clone on their device: not an optimizer's, but on a device."""
+    """In the background, from a clone on their device: other tensors on a device."""
 
 
 class ImageViews(NamedTuple):
@@ -69,7 +70,7 @@ class _Kept(NamedTuple):
 
 
 class Division:
-    """Divides states among moments and devices. One thread at a time.
+    """Decides when and where each tensor of a state is copied. One thread at a time.
 
     Args:
         streams: the queues of a device.
@@ -85,7 +86,7 @@ class Division:
             (),
             Split([], [], []),
         )
-        """Of host memory, the last one: what it was made from, and itself."""
+        """The last split for host memory: what it was made from, and the split."""
 
     def split(self, selection: Selection, items: Items, chosen: Sequence[int]) -> Split:
         """Decide how each tensor of a layout is copied. `chosen` are its items, by position."""
@@ -98,8 +99,8 @@ class Division:
                     (split.guarded if item in late else split.now).append(position)
                 self._split = late, chosen, split
             return split
-        # Beside a device the host runs ahead: it changes its own tensors long before the device
-        # has come to the step that the hook announced.
+        # With a device the host runs ahead: it changes its own tensors long before the device
+        # reaches the step that the hook announced.
         split, room = Split([], [], []), CLONE_BYTES_MAX
         for position, item in enumerate(chosen):
             if devices[item] == "cpu":
@@ -114,8 +115,8 @@ class Division:
         return split
 
     def parts(self, split: Split, items: Items, views: ImageViews) -> list[DevicePart]:
-        """Return what a copy does on each device for what is guarded or cloned. Clones are made
-        here, in the order of the current stream.
+        """Return the part of a copy for each device, with its guarded and cloned tensors. Clones
+        are made here, in the order of the current stream.
         """
         layout, targets, image = views
         chosen, sources, keys = layout.items, items.sources, items.keys
@@ -162,7 +163,7 @@ class Division:
         layout: TensorColumns,
         positions: tuple[int, ...],
     ) -> None:
-        """Give a part what is kept from save to save while the layout stays."""
+        """Give a part the objects that are kept from save to save under one layout."""
         made_for = (positions, layout.sizes, layout.dtypes, layout.payloads_at)
         known = self._kept.get(device)
         if known is None or known.made_for != made_for:

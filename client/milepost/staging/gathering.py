@@ -1,9 +1,9 @@
-"""Few transfers from a device for many small tensors: they are gathered there first.
+"""Gathers many small tensors on a device, so that few transfers move them.
 
 A transfer costs about 10 us whatever its length, so with thousands of small tensors the bus would
-be idle most of the time. Instead the device keeps a *twin* of a stretch of the image, with the
-bytes of the containers in it: one kernel copies the tensors into the twin, and the twin goes into
-the image as one piece. Owns which tensors lie side by side, and the twins. It must not know of
+be idle most of the time. Instead the device keeps a *twin* of a stretch of the image, container
+bytes included. One kernel copies the tensors into the twin, and one transfer copies the twin into
+the image. Owns the choice of tensors that lie side by side, and the twins. It must not know of
 streams, saves or slots: it yields copies, which the caller makes in the same order.
 
 Sources: the CUDA C++ best practices guide, "Data Transfer Between Host and Device";
@@ -25,14 +25,17 @@ from milepost.staging.layouts import TensorColumns, tensor_views
 log = logging.getLogger(__name__)
 
 GATHERED_BYTES_MAX: Final = 256 << 10
-"""Larger tensors are copied alone: at 25 GB/s their bytes take longer than a transfer's fixed cost.
+"""Larger tensors are copied alone: at 25 GB/s their bytes take longer than the fixed cost of a
+transfer.
 """
 
 STRETCH_TENSORS_MIN: Final = 4
 """Fewer neighbours are not worth a second copy on the device."""
 
 CHUNK_TENSORS: Final = 1024
-"""Tensors that one call copies at most: making its arguments holds the GIL, the call does not."""
+"""How many tensors one call copies at most. Making its arguments holds the GIL; the call does
+not.
+"""
 
 TWINS_BYTES_MAX: Final = 256 << 20
 """Device memory that all twins of one layout may take; tensors beyond that are copied alone."""
@@ -118,14 +121,16 @@ class Gathering:
 
 
 def _stretches(layout: TensorColumns, positions: Sequence[int]) -> Iterator[_Stretch]:
-    """Divide the tensors into stretches; one that is too large, or has no neighbour, is alone."""
+    """Divide the tensors into stretches. A tensor that is too large or has no neighbour is
+    alone.
+    """
     lengths = [
         math.prod(size) * (0 if dtype is None else dtype.itemsize)
         for size, dtype in zip(layout.sizes, layout.dtypes, strict=True)
     ]
     ordinals, seen = [], 0
     for length in lengths:
-        # Tensors without bytes do not separate neighbours.
+        # A tensor without bytes does not separate its neighbours.
         ordinals.append(seen)
         seen += length > 0
     low = 0
@@ -149,7 +154,7 @@ def _twin(image: torch.Tensor, stretch: _Stretch, device: torch.device) -> torch
         with torch.inference_mode(mode=False):
             twin = torch.empty(align(nbytes, SMALL_ALIGN_BYTES), dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:
-        log.warning("no device memory is left to gather %d bytes of small tensors in", nbytes)
+        log.warning("the device has no memory left to gather %d bytes of small tensors", nbytes)
         return None
     with torch.no_grad():
         twin[:nbytes].copy_(image[stretch.start : stretch.end])

@@ -1,6 +1,6 @@
 """The hook that lets a copy hold the optimizers' next step.
 
-Owns the one global pre-hook of this process, which is there while anybody is armed. torch's global
+Owns the one global pre-hook of this process, which exists while any guard is armed. torch's global
 hooks run before an optimizer's own. Source: torch/optim/optimizer.py, `profile_hook_step` (2.13).
 """
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class Guarding(Protocol):
-    """What may hold a step."""
+    """An object that may hold a step."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Hold the step if it changes what is being copied. For any thread."""
 
 
 _lock: Final = threading.Lock()
-"""Guards the two below."""
+"""Guards the two variables below."""
 _armed: Final[weakref.WeakSet[Guarding]] = weakref.WeakSet()
 _hook: RemovableHandle | None = None
 
@@ -41,14 +41,15 @@ def arm(guarding: Guarding) -> None:
     with _lock:
         _armed.add(guarding)
         if _hook is None:
-            # A compiled step leaves its graph for the hook: traced, the wait would be a constant.
+            # Exempt the hook from tracing: a compiled step leaves its graph for it. Traced, the
+            # wait would become a constant.
             _hook = register_optimizer_step_pre_hook(
                 torch.compiler.disable(_before_step)  # type: ignore[no-untyped-call]
             )
 
 
 def disarm(guarding: Guarding) -> None:
-    """Call it no more; the last one takes the hook away. Idempotent."""
+    """Stop calling it; the last one to disarm removes the hook. Idempotent."""
     global _hook
     with _lock:
         _armed.discard(guarding)

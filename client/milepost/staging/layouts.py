@@ -86,7 +86,7 @@ def make_layout(items: Items, assigned: Sequence[int], layout_id: str) -> ImageL
 
 
 def check_fits(layout: ImageLayout, items: Items) -> None:
-    """Refuse items that the layout was not made for: a copy would broadcast or convert.
+    """Refuse items for which the layout was not made: a copy would broadcast or convert them.
 
     Raises SaveFailed("structure-changed").
     """
@@ -96,10 +96,11 @@ def check_fits(layout: ImageLayout, items: Items) -> None:
     if last >= len(items):
         raise SaveFailed(
             "structure-changed",
-            f"layout {layout.layout_id} places item {last} of a state that has {len(items)}",
+            f"layout {layout.layout_id} has a place for item {last}, and the state has "
+            f"{len(items)} items",
             hint,
         )
-    # A column at a time, since every save asks. Which item differs, only if one does.
+    # Compare whole columns, since every save does this. Look for the item only if one differs.
     is_same = tensors.sizes == tuple([sizes[item] for item in tensors.items]) and (
         tensors.dtypes == tuple([dtypes[item] for item in tensors.items])
     )
@@ -131,7 +132,7 @@ def write_containers(layout: ImageLayout, image: memoryview) -> None:
 
 
 def payload_views(layout: ImageLayout, image: memoryview) -> list[torch.Tensor | None]:
-    """Return a view of the image for each tensor's payload; None where there is nothing to copy."""
+    """Return a view of the image for each tensor's payload; None if there is nothing to copy."""
     tensors = layout.tensors
     if not len(image):
         return [None] * len(tensors.items)
@@ -152,7 +153,7 @@ def tensor_views(
         dtypes, sizes: of each tensor.
         offsets: where each begins, in bytes from the start of `base`; a multiple of 64.
     """
-    # Views made in inference mode could not be written to outside of it.
+    # Nobody could write to views made in inference mode outside of that mode.
     with torch.inference_mode(mode=False):
         typed: dict[torch.dtype, torch.Tensor] = {}
         made: list[torch.Tensor | None] = []

@@ -15,14 +15,14 @@ from milepost.format.layout import align
 from milepost.wire.offers import Box
 
 SAMPLE_ELEMENTS: Final = 4
-"""Elements of a tensor that are read again, at most: the first, the last, and between them one or
-two where they can be spread evenly. The ends tell most: a copy and a change that run through a
-tensor at different speeds leave at least one of them behind."""
+"""How many elements of a tensor are read again, at most: the first, the last, and one or two
+between them if these can be spread evenly. The ends tell most: if a copy and a change run through a
+tensor at different speeds, at least one end differs."""
 
 
 def _sample_count(total: int) -> int:
-    """Return how many of a tensor's elements to read; the last one must be a whole number of
-    strides from the first.
+    """Return how many of a tensor's elements to read. They are spaced evenly, from the first to the
+    last.
     """
     if total < 2:
         return total
@@ -41,14 +41,14 @@ class _Rows(NamedTuple):
 
 
 class Sampler:
-    """Reads a few elements of each of some tensors, and the same elements from an image.
+    """Reads a few elements of each tensor, and the same elements from an image.
 
-    Made once for a layout, used by one save at a time. It knows sizes and dtypes; the tensors come
-    with each reading.
+    Made once for a layout, and used by one save at a time. It knows sizes and dtypes; each call of
+    `read` gets the tensors.
 
     Args:
         sizes, dtypes: of the tensors.
-        payloads_at: where each begins in an image, in bytes.
+        payloads_at: where each tensor begins in an image, in bytes.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Sampler:
         """The scratch in host memory."""
 
     def make_room(self, device: torch.device) -> None:
-        """Make the scratch for tensors on a device, unless it is there."""
+        """Make the scratch memory for tensors on a device, unless it exists."""
         if self._rows is None:
             self._rows = self._make_rows()
         if self._scratch is not None and self._scratch.device == device:
@@ -99,7 +99,7 @@ class Sampler:
     def read(self, sources: Sequence[torch.Tensor]) -> None:
         """Read the elements of the tensors, which are all on one device.
 
-        On a device this only queues the reading: their memory must stay until it is done.
+        On a device this only queues the read: the tensors' memory must stay until it is done.
         """
         if not sources:
             return
@@ -119,16 +119,16 @@ class Sampler:
             )
 
     def fetch(self) -> None:
-        """Bring what was read to host memory; on a device this is only queued."""
+        """Copy the samples to host memory; on a device this only queues the copy."""
         if self._host is not None and self._host is not self._scratch:
             assert self._scratch is not None
             self._host.copy_(self._scratch, non_blocking=True)
 
     def differing(self, image: torch.Tensor) -> list[int]:
-        """Return which tensors differ from the image in what was read, bit for bit.
+        """Return which tensors differ from the image in their sampled elements, bit for bit.
 
         Args:
-            image: its bytes.
+            image: the bytes of the image.
         """
         rows, host = self._rows, self._host
         if rows is None or host is None:

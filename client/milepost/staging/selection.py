@@ -1,5 +1,5 @@
-"""What may be copied after `save()` returns: the items of a state in memory that only the steps of
-torch optimizers change.
+"""Finds what may be copied after `save()` returns: items whose memory only the steps of torch
+optimizers change.
 
 Owns the refusal of optimizers whose steps cannot be guarded. Knows tensors and optimizers; nothing
 of copies, threads or saves.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 BLOCKING_HINT: Final = "or use staging='blocking'"
 
 NEAR_TENSORS: Final = 64
-"""How many tensors stay in the processor's caches while several of their attributes are read."""
+"""How many tensors fit into the processor's caches while several of their attributes are read."""
 
 _NBYTES: Final = attrgetter("nbytes")
 
@@ -62,8 +62,8 @@ def _extents(tensors: Sequence[torch.Tensor]) -> list[int]:
 def _ranges(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
     """Return the address and the extent of each tensor.
 
-    Fast for many tensors that are not in the processor's caches: all that is needed of one is read
-    at about the same time.
+    Fast for many tensors that are not in the processor's caches: it reads all attributes of one
+    tensor at about the same time.
     """
     pointers: list[int] = []
     lengths: list[int] = []
@@ -110,14 +110,16 @@ class Spans:
         return starts, list(accumulate((start + self._bytes[start] for start in starts), max))
 
     def held(self, tensors: Sequence[torch.Tensor]) -> list[bool]:
-        """Return for each tensor whether all of it is in these ranges; False if it has no bytes."""
+        """Return for each tensor whether all its bytes are in these ranges; False if it has
+        none.
+        """
         return self.cover(*Spans(tensors).ranges)
 
     def cover(self, pointers: Sequence[int], lengths: Sequence[int]) -> list[bool]:
         """Return the same for ranges of memory, by their addresses and lengths."""
         known = self._bytes
         return [
-            # A parameter that is a view of a flat one begins inside a range.
+            # A parameter may be a view of a flat parameter. Then it begins inside a range.
             known.get(pointer, 0) >= nbytes > 0
             or (nbytes > 0 and self._reach(bisect_right, pointer) >= pointer + nbytes)
             for pointer, nbytes in zip(pointers, lengths, strict=True)
@@ -138,7 +140,9 @@ class Spans:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor's memory on this rank as a plain tensor; None if it has none of its own."""
+    """Return a tensor's memory on this rank as a plain tensor; None if it has no memory of its
+    own.
+    """
     if isinstance(tensor, DTensor):
         tensor = local_tensor(tensor)
     try:
@@ -148,7 +152,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _leaves(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in what an optimizer holds for a parameter; LBFGS nests them in lists."""
+    """Yield the tensors in an optimizer's state of a parameter; LBFGS nests them in lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -184,16 +188,17 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _state(optimizer: Optimizer) -> list[Any]:
     state: list[Any] = []
-    # A copy: while prepare() looks in the background, the first step may add entries.
+    # Copy the dict: while prepare() reads it in the background, the first step may add entries.
     for entry in list(optimizer.state.values()):
         state += entry.values() if type(entry) is dict else (entry,)
     return state
 
 
 def stepped(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return the memory that an optimizer changes in its steps and, by its contract, nowhere else:
-    its parameters and their state. A learning rate that is a tensor does not belong to it, since
-    schedulers change it.
+    """Return the memory that an optimizer changes only in its steps: its parameters and their
+    state.
+
+    A learning rate that is a tensor is not included, since schedulers change it.
     """
     return _memory(_parameters(optimizer)) + _memory(_state(optimizer))
 
@@ -206,7 +211,7 @@ def check_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:
     if optimizer is None:
         raise UsageError(
             "usage",
-            "staging='overlap' without optimizer=: nothing would tell when parameters change",
+            "staging='overlap' needs optimizer=: without it nothing tells when parameters change",
             f"pass the optimizer, or several in a list, {BLOCKING_HINT}",
         )
     given = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
@@ -214,8 +219,8 @@ def check_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:
         if not isinstance(each, Optimizer):
             raise UsageError(
                 "usage",
-                f"optimizer= holds a {type(each).__name__}, which is no torch.optim.Optimizer and "
-                "does not announce its steps",
+                f"optimizer= holds a {type(each).__name__}, which is not a torch.optim.Optimizer "
+                "and does not announce its steps",
                 "pass the torch optimizer inside it if it has one and calls its step(), "
                 f"{BLOCKING_HINT}",
             )
@@ -236,8 +241,8 @@ def _refuse(what: str, hint: str) -> UsageError:
 
 
 def _dense(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that fill all memory from their first element to their last. Other memory
-    may lie between the elements of the rest.
+    """Return the tensors that fill all memory from their first element to their last. The other
+    tensors have gaps between their elements.
     """
     return [
         tensor
@@ -247,17 +252,19 @@ def _dense(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class Selection(NamedTuple):
-    """What of a state may be copied after `save()` returns."""
+    """The part of a state that may be copied after `save()` returns."""
 
     spans: Spans
     """The memory that the optimizers change."""
     items: frozenset[int]
-    """The items that lie in it."""
+    """The items that lie in this memory."""
 
 
 class _Matching:
-    """Finds a state's items in the memory that optimizers change. Remembers the last answer, which
-    holds while nothing has moved: it keeps addresses and shapes, but no tensor.
+    """Finds the items of a state that lie in memory that optimizers change.
+
+    Remembers the last answer, which is valid as long as nothing has moved. Keeps addresses and
+    shapes, but no tensor.
     """
 
     def __init__(self) -> None:
@@ -289,8 +296,8 @@ class _Matching:
         )
         known = self._known
         if known is None or known[0] != asked:
-            # In one step: an interrupt must not leave one save's answer to another's question. See
-            # docs/design/0010-interrupts.md.
+            # Set both in one step: after an interrupt, an old answer must not go with a new
+            # question. See docs/design/0010-interrupts.md.
             known = self._known = (
                 asked,
                 *self._match(parameters, state, unmatched, found, others, given),
@@ -312,7 +319,7 @@ class _Matching:
         near = Spans(parameters + _dense(unmatched))
         is_held = near.cover(pointers, lengths)
         if found and not all(is_held):
-            # Buffers, or tensors that are in the state twice: only all ranges together can tell.
+            # Buffers, or tensors that are in the state twice: look at all ranges together.
             is_held = Spans(parameters + _dense(state)).cover(pointers, lengths)
         # 0 stands for tensors without bytes.
         begin = {0, *compress(pointers, is_held)}

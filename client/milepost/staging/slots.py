@@ -1,8 +1,7 @@
 """A rank's slots: which saves hold one, waiting until one is free, and starting over.
 
-Owns the stager, and knows nothing of daemons or states: what a save is called and whether it is
-over comes from the caller. How a save that was interrupted is survived:
-docs/design/0010-interrupts.md.
+Owns the stager. Knows nothing of daemons or states: the caller says what a save is called and
+whether it is over. docs/design/0010-interrupts.md says how an interrupted save is handled.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
     from milepost.state.items import Items
 
 ROOM_S: Final = 1.0
-"""How long a lack of shared memory is borne: ranks replace their images within milliseconds of each
-other, and one may have to wait for what another gives up."""
+"""How long to wait if shared memory is short. Ranks replace their images within milliseconds of
+each other, and one may have to wait for memory that another frees."""
 
 
 class Slots:
@@ -37,9 +36,9 @@ class Slots:
         timeout_s: how long a call waits.
         who: the waiting rank, for the log.
 
-    Threads: `hold`, `free`, `held` and `lose` are for any thread, the rest for one at a time.
-    `changed` guards `_held` and `_is_lost`; only that one thread uses `stager` and `_is_doubtful`;
-    the other fields never change.
+    Threads: any thread may call `hold`, `free`, `held` and `lose`; only one thread at a time may
+    call the rest. `changed` guards `_held` and `_is_lost`. Only that one thread uses `stager` and
+    `_is_doubtful`. The other fields never change.
     """
 
     def __init__(
@@ -58,19 +57,19 @@ class Slots:
         self._who = who
         self._held: dict[str, Slot] = {}
         self._is_lost = False
-        """Somebody took the file of the arena away."""
+        """Somebody removed the file of the arena."""
         self._is_doubtful = False
-        """A call is at work, or was interrupted there."""
+        """A call is using the stager, or was interrupted while using it."""
 
     # --- who holds what
 
     def hold(self, save_id: str, slot: Slot) -> None:
-        """Note that the daemon may read the slot until it says that it does not."""
+        """Note that the daemon may read the slot until it says that it has finished."""
         with self._changed:
             self._held[save_id] = slot
 
     def free(self, save_id: str) -> None:
-        """Give the save's slot back, if it holds one."""
+        """Give back the save's slot, if it holds one."""
         with self._changed:
             slot = self._held.pop(save_id, None)
             if slot is not None:
@@ -86,9 +85,9 @@ class Slots:
     # --- waiting
 
     def await_one(self, is_over: Callable[[], bool], busy: str) -> bool:
-        """Wait until fewer saves than slots hold one; return False if `is_over` came first.
+        """Wait until a slot is free; return False if `is_over` turned true before.
 
-        `busy` says what holds them. Raises Rejected("busy").
+        `busy` says which saves hold the slots. Raises Rejected("busy").
         """
         has_room = self._wait(
             lambda: len(self._held) < self.count or is_over(), f"a free slot: {busy}"
@@ -114,12 +113,11 @@ class Slots:
         is_over: Callable[[], bool],
         may_wait: bool,
     ) -> None:
-        """Put a layout in force; return without it once `is_over`.
+        """Put a layout in force; return without it once `is_over` is true.
 
-        Images of another structure that are still being written may be all that is in the way: then
-        it waits for these, if it may. Other ranks of the node may be about to give theirs up: that
-        is waited for as long as `ROOM_S`. Raises Rejected("shm-too-small"),
-        UsageError("unpicklable").
+        If memory is short because images of another structure are still being written, the call
+        waits for them, if it may. If other ranks of the node may be about to free their images, it
+        waits for `ROOM_S`. Raises Rejected("shm-too-small"), UsageError("unpicklable").
         """
         until_s = time.monotonic() + ROOM_S
         while not is_over():
@@ -142,7 +140,7 @@ class Slots:
                     time.sleep(ROOM_S / 20)
 
     def take(self) -> Slot:
-        """Return a free slot of the layout in force; `await_one` has made sure of one."""
+        """Return a free slot of the layout in force; `await_one` has made sure that one is free."""
         free = self.stager.free_slots()
         if not free:
             raise SaveFailed("internal", "no slot of the arena is free, and no save holds one")
@@ -157,14 +155,14 @@ class Slots:
     # --- starting over
 
     def lose(self) -> None:
-        """Note that somebody took the arena's file away: the next save gets a new one."""
+        """Note that somebody removed the arena's file: the next save gets a new arena."""
         with self._changed:
             self._is_lost = True
 
     @contextlib.contextmanager
     def at_work(self, is_over: Callable[[], bool]) -> Iterator[Stager]:
-        """Give the stager to a save. It starts over if the last one was interrupted, which may have
-        left anything half done (docs/design/0010-interrupts.md).
+        """Give the stager to a save. If the last save was interrupted, anything may be half done,
+        so the stager starts over (docs/design/0010-interrupts.md).
 
         Raises Rejected("busy").
         """
@@ -173,14 +171,15 @@ class Slots:
         try:
             yield self.stager
         except MilepostError as error:
-            # A refused call within this one came from a signal handler, that is from anywhere.
+            # A nested call that was refused came from a signal handler, so it may have come between
+            # any two lines.
             self._is_doubtful = error.code == "nested-call"
             raise
         self._is_doubtful = False
 
     def _mend(self, is_over: Callable[[], bool]) -> None:
         if self._is_doubtful:
-            # What the daemon still reads must stay; what nobody knows of any more must go.
+            # Images that the daemon still reads must stay; files that nobody knows of must go.
             self._wait(lambda: not self._held or is_over(), "earlier images to be written")
             if self.held:
                 raise Rejected("busy", f"earlier images are still read after {self._timeout_s:g} s")
@@ -191,7 +190,9 @@ class Slots:
             self.stager.renew()
 
     def close(self, *, unlink: bool) -> None:
-        """Let go of all images; `unlink=False`: but not of their files (see `Stager.close`)."""
+        """Release all images and remove their files; `unlink=False` keeps the files (see
+        `Stager.close`).
+        """
         if unlink and self._is_doubtful:
             self.stager.abandon()
         self.stager.close(unlink=unlink)

@@ -1,8 +1,8 @@
 """Staging: one rank's arenas, and the one pass of copies that fills an image.
 
-Owns the making and replacing of arenas as layouts change. It must not know of daemons, plans or
-checkpoints: the caller says which items to stage, and into which slot. Nothing of the state is kept
-between saves.
+Makes arenas, and replaces them as layouts change. It must not know of daemons, plans or
+checkpoints: the caller says which items to stage, and into which slot. It keeps no part of the
+state between saves.
 
 One thread at a time uses a `Stager`, except that `fault_in` may run beside the others.
 """
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OBJECTS_SPARE_BYTES: Final = 64 << 10
-"""Room in an image for its objects to grow, at least; a quarter of their length if that is more. An
-image that is too short costs a new arena, with all its first touches."""
+"""Spare room in an image, at least, for its objects to grow; a quarter of their length if that is
+more. An image that is too short costs a new arena, whose pages have to be touched anew."""
 
 ObjectPlaces: TypeAlias = tuple[tuple[int, int, int], ...]
 """(item, offset in the image, length) of each serialised object."""
@@ -58,7 +58,7 @@ ObjectPlaces: TypeAlias = tuple[tuple[int, int, int], ...]
 def _serialised(
     items: Items, layout: ImageLayout, objects: Mapping[int, bytes] | None
 ) -> Mapping[int, bytes]:
-    """Return the layout's objects serialised; those in `objects` are already."""
+    """Return the layout's objects serialised; `objects` has those that are serialised already."""
     known = objects or {}
     missing = [item for item in layout.objects if item not in known]
     return {**known, **serialise_objects(items, missing)} if missing else known
@@ -107,11 +107,11 @@ class _Generation:
 
     @property
     def is_free(self) -> bool:
-        """Whether no image in it is needed."""
+        """Whether no image in it is needed any more."""
         return all(slot.state is SlotState.FREE for slot in self.arena.slots)
 
     def close(self, pinner: Pinner, *, unlink: bool) -> None:
-        """Unpin and unmap the arena, and remove its file if asked to."""
+        """Unpin and unmap the arena, and remove its file if `unlink` is true."""
         if self.pinned_at:
             pinner.unregister(self.pinned_at)
             self.pinned_at = 0
@@ -128,12 +128,12 @@ class StagedImage(NamedTuple):
 
     arena: Path
     slot: Slot
-    """The one used: another than asked for if the arena had to grow."""
+    """The slot that was used. It differs from the given one if the arena had to grow."""
     record: SlotRecord
 
 
 class Stager:
-    """Fills images for one rank. Owns its arenas, and removes each when nothing in it is needed.
+    """Fills images for one rank. Owns its arenas, and removes each when no image in it is needed.
 
     Args:
         job, attempt, rank: name the arenas' files.
@@ -205,12 +205,12 @@ class Stager:
             items: of the state.
             assigned: the items to stage, ascending.
             layout_id: the layout's name.
-            objects: serialised objects by item, from which their room follows; what is missing is
-                serialised here.
+            objects: serialised objects by item; their lengths decide how much room they get.
+                Objects that are missing are serialised here.
 
         Raises:
             Rejected: "shm-too-small". The old layout stays in force, unless its arena was removed
-                to make room and there still was not enough.
+                to make room and the room was still too small.
             UsageError: "unpicklable".
         """
         if self.layout_id == layout_id:
@@ -220,7 +220,9 @@ class Stager:
         self._put_in_force(layout, [len(blobs[item]) for item in layout.objects])
 
     def renew(self) -> None:
-        """Have the next `lay_out` make a new arena; this one goes once its slots are free."""
+        """Make the next `lay_out` create a new arena. The present arena is removed once its slots
+        are free.
+        """
         if self._current is not None:
             self._retired.append(self._current)
             self._current = None
@@ -246,14 +248,14 @@ class Stager:
     ) -> StagedImage:
         """Fill the slot with this save's values and seal it; on return the state may change.
 
-        Objects first, then one pass of copies; on return all copies from devices have ended. If the
-        objects do not fit, a larger arena replaces this one, and one of its slots is used; the slot
-        that was passed stays free. `objects` are those already serialised for this save.
+        Writes the objects first, then makes one pass of copies. On return all copies from devices
+        have ended. If the objects do not fit, a larger arena replaces this one, one of its slots is
+        used, and the given slot stays free. `objects` are those already serialised for this save.
 
         Raises:
             UsageError: "unpicklable"; the slot stays free.
             SaveFailed: "structure-changed": the items do not fit the layout; the slot stays free.
-            Rejected: "shm-too-small" when the objects outgrew the arena; the slot stays free.
+            Rejected: "shm-too-small": the objects outgrew the arena; the slot stays free.
         """
         slot, placed = self.begin(slot, items, objects=objects)
         try:
@@ -307,19 +309,19 @@ class Stager:
         return self._generation_of(slot).targets[slot.index]
 
     def copy(self, slot: Slot, items: Items, positions: Sequence[int]) -> None:
-        """Copy the tensors at these positions of the layout into the slot; on return all is there.
+        """Copy the tensors at these positions of the layout into the slot, completely.
 
-        Holds no GIL while it copies.
+        Releases the GIL while it copies.
         """
         current = self._generation_of(slot)
         targets, chosen = current.targets[slot.index], current.layout.tensors.items
         filled = [position for position in positions if targets[position] is not None]
         by_device = _by_device(items, chosen, filled)
         with torch.no_grad():
-            # Copies from a device are only queued here, and run beside those of host memory, which
-            # come last.
+            # Copies from a device are only queued here. They run while the copies from host memory,
+            # which come last, are made.
             for device, found in by_device.items():
-                # A column at a time: there may be 10,000 tensors, and the trainer waits.
+                # Work on whole columns: there may be 10,000 tensors, and the trainer waits.
                 pairs = _Pairs(
                     found,
                     [target for position in found if (target := targets[position]) is not None],
@@ -372,9 +374,9 @@ class Stager:
         return StagedImage(current.arena.path, slot, record)
 
     def abandon(self) -> None:
-        """Remove all arenas in whatever state they are, also files that an interrupted call left.
+        """Remove all arenas in whatever state they are, and files that an interrupted call left.
 
-        New arenas get numbers that none of these has. Only once nobody reads an image. See
+        New arenas get other numbers. Call it only when nobody reads an image any more. See
         docs/design/0010-interrupts.md.
         """
         for each in self._all():
@@ -393,7 +395,7 @@ class Stager:
     def close(self, *, unlink: bool = True) -> None:
         """Unpin and unmap all arenas, and remove their files.
 
-        `unlink=False` leaves the files: for a daemon that still writes what was staged, or a
+        `unlink=False` keeps the files, for a daemon that still writes what was staged, or for a
         trainer that restarts from memory.
         """
         for each in self._all():
@@ -422,7 +424,8 @@ class Stager:
         except Rejected:
             if self._current is None or not self._current.is_free:
                 raise
-            # The old and the new one do not fit together, and nothing in the old one is needed.
+            # The old and the new arena do not fit into memory together, and nobody needs the old
+            # one.
             self.renew()
             self._drop_retired()
             arena = self._make_arena(layout, wanted)

@@ -1,7 +1,6 @@
-"""How a state gets into an image: the interface of the two ways, at once and behind the next step.
+"""The interface of the two ways to stage a state: at once, and behind the next step.
 
-Owns no more than the interface. `blocking` and `behind` implement it; a `Checkpointer` knows only
-this.
+Owns only the interface. `blocking` and `behind` implement it; a `Checkpointer` knows nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Hears how an image turns out. Called on the trainer's thread or on the one that copies."""
+    """Hears whether an image was completed. Called on the trainer's or the copying thread."""
 
     def staged(self, image: StagedImage) -> None:
         """The image is complete and sealed."""
@@ -29,15 +28,15 @@ class Listener(Protocol):
         """The image cannot be completed; its slot is free."""
 
     def waited(self, waited_s: float) -> None:
-        """The guard has kept a thread for so long."""
+        """The guard has kept a thread waiting for this long."""
 
 
 class Filling(ABC):
-    """One state on its way into an image. Its tensors are referred to until it is there."""
+    """One state on its way into an image. Keeps references to its tensors until they are copied."""
 
     @abstractmethod
     def prepare(self, stager: Stager) -> None:
-        """Make what the first `fill` under the layout in force would make. Reads no tensor."""
+        """Make what the first `fill` under the layout in force needs. Reads no tensor."""
 
     @abstractmethod
     def fill(
@@ -52,20 +51,20 @@ class Filling(ABC):
 
         Args:
             stager: fills images; nobody else uses it until `Staging.settle` returns.
-            slot: another one is used if the arena has to grow for the objects.
-            save: whose image it is.
+            slot: where to put the image; another slot is used if the arena has to grow.
+            save: the save that the image belongs to.
             objects: those already serialised for this save, by item.
-            listener: hears of the end exactly once, unless this raises.
+            listener: hears of the end exactly once, unless this call raises.
 
         Returns whether the image is complete; if not, the listener hears of it later.
-        Raises as `Stager.stage` does; the slot is free then.
+        Raises the same as `Stager.stage`; the slot is free then.
         """
 
 
 class Staging(ABC):
     """One way of staging, for all saves of a Checkpointer.
 
-    Threads: `guard` is for any thread, the rest is the trainer's.
+    Threads: any thread may call `guard`; the rest is for the trainer's thread.
     """
 
     @abstractmethod
@@ -81,7 +80,7 @@ class Staging(ABC):
 
     @abstractmethod
     def guard(self) -> None:
-        """Wait until what is being copied may change."""
+        """Wait until the tensors that are being copied may change."""
 
     @abstractmethod
     def settle(self) -> None:

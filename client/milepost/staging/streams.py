@@ -22,12 +22,12 @@ class Streams(Protocol):
 
     @property
     def gathers(self) -> bool:
-        """Whether the tensors are in device memory, so that small ones are worth gathering there
+        """Whether the tensors are in device memory, so that it pays to gather small ones there
         before they are copied.
         """
 
     def fork(self) -> None:
-        """Make the queue wait for all work that the current stream has now."""
+        """Make the queue wait for all work that is in the current stream now."""
 
     def here(self, work: Callable[[], None]) -> None:
         """Run work in the current stream."""
@@ -36,10 +36,10 @@ class Streams(Protocol):
         """Run work in the queue."""
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Prevent the reuse of freed memory until the queue has done all work that it has now."""
+        """Prevent the reuse of freed memory until the queue has done the work that is in it now."""
 
     def mark(self) -> Any:
-        """Return a mark in the queue, after all work that it has now."""
+        """Return a mark in the queue, after all work that is in it now."""
 
     def hold(self, mark: Any) -> None:
         """Make the current stream wait for the mark; the host does not wait."""
@@ -100,7 +100,7 @@ class CudaStreams:
             tensor.record_stream(self._side)
 
     def mark(self) -> Any:
-        # Blocking: whoever joins sleeps instead of spinning on one of the trainer's cores.
+        # Blocking events: a thread that joins sleeps instead of spinning on a trainer's core.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._side)
         return event
@@ -120,6 +120,6 @@ def default_streams(device: torch.device) -> Streams:
         return CudaStreams(device)
     raise UsageError(
         "usage",
-        f"staging='overlap' knows host memory and CUDA, and a parameter is on {device}",
+        f"staging='overlap' supports host memory and CUDA only, and a parameter is on {device}",
         "use staging='blocking'",
     )

@@ -1,7 +1,7 @@
-"""Which boxes of a tensor one rank holds, by the placements of a DTensor.
+"""Which boxes of a tensor one rank holds, according to the placements of a DTensor.
 
-Pure arithmetic, except for reading torch's placements. A strided placement may give several boxes,
-where torch's helper gives a single, wrong one. Sources: torch/distributed/tensor/_utils.py and
+Pure arithmetic, except that it reads torch's placements. A strided placement may give several
+boxes; torch's helper returns a single, wrong one. Sources: torch/distributed/tensor/_utils.py and
 placement_types.py (2.13).
 """
 
@@ -53,7 +53,7 @@ def _cut(ranges: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int,
 def local_ranges(size: int, splits: Sequence[Split]) -> list[tuple[int, int]]:
     """Return which indices of a dimension a rank holds, in its order, as (start, length) ranges.
 
-    The cuts apply one after the other, each to what the one before has left. A plain cut is
+    The cuts apply one after the other, each to the result of the one before. A plain cut is
     torch.chunk; a cut with a split factor f first cuts into f pieces, then takes this rank's chunk
     of each.
     """
@@ -76,14 +76,14 @@ def local_ranges(size: int, splits: Sequence[Split]) -> list[tuple[int, int]]:
 
 
 def local_boxes(size: Box, splits: Mapping[int, Sequence[Split]]) -> list[LocalBox]:
-    """Return the boxes that make up a rank's local tensor, at least one.
+    """Return the boxes that make up a rank's local tensor: at least one.
 
     An empty local tensor is one box without elements, at the offset where torch puts it: the end of
     the dimension. Raises ValueError for more than `BOXES_MAX` boxes.
 
     Args:
-        size: of the whole tensor.
-        splits: by tensor dimension, its cuts.
+        size: the size of the whole tensor.
+        splits: the cuts of each tensor dimension.
     """
     axes = []
     for dim, length in enumerate(size):
@@ -113,7 +113,7 @@ def splits_of(
 ) -> dict[int, list[Split]]:
     """Return the cuts of each tensor dimension, in the order in which the mesh dimensions apply.
 
-    Raises ValueError, with what to do, for any placement but Replicate and Shard.
+    Raises ValueError, whose text says what to do, for any placement except Replicate and Shard.
     """
     splits: dict[int, list[Split]] = {}
     for mesh_dim in order:

@@ -1,9 +1,9 @@
 """From a user's state to items.
 
 Owns the reading of every kind of value, and the refusal of those that cannot be stored exactly. It
-must not know of images, arenas, daemons or files. It copies nothing and keeps nothing: sources are
-looked up afresh in every save, since an optimizer or an offloading model may have replaced any
-storage since the last one.
+must not know of images, arenas, daemons or files. It copies nothing and keeps nothing: every save
+looks up its sources anew, since an optimizer or an offloading model may have replaced any storage
+since the last save.
 
 Sources: torch/distributed/checkpoint/default_planner.py and planner_helpers.py (2.13).
 """
@@ -38,19 +38,19 @@ from milepost.state.tensors import (
 from milepost.wire.offers import Box, Kind
 
 FAULTS_SHOWN_MAX: Final = 10
-"""How many faults one error lists; the rest are counted."""
+"""How many faults one error lists. It only counts the rest."""
 
 PARTS_KEPT: Final = 1 << 16
 """Local parts of DTensors that are remembered, by size and cut; about 1 KiB each."""
 
 PIECE_TENSORS: Final = 256
-"""Tensors that are read together. If one of them is unusual, all of them are read one by one."""
+"""How many tensors are read together. If one of them is unusual, they are all read one by one."""
 
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
 
 class _LocalPart(NamedTuple):
-    """What one rank holds of a DTensor of some size, cut in some way."""
+    """What one rank holds of a DTensor with a certain size and placement."""
 
     placement: str
     """As in `Items.placements`."""
@@ -67,7 +67,7 @@ def _local_part(
     shard_order: tuple[Any, ...] | None,
 ) -> _LocalPart:
     """Return the part at a place in the mesh. Raises ValueError as `splits_of` does."""
-    # A tensor dimension cut by several mesh dimensions is cut from left to right unless the spec
+    # If several mesh dimensions cut a tensor dimension, they cut from left to right unless the spec
     # says otherwise.
     order = [dim for entry in shard_order or () for dim in entry.mesh_dims]
     order += [dim for dim in range(len(placements)) if dim not in order]
@@ -79,8 +79,8 @@ def _local_part(
 class _Collector:
     """Turns values into items, and notes what has to be refused. Lives for one call of `sort_out`.
 
-    Plain tensors and DTensors of one box are the rule, and are read a column at a time, in pieces.
-    Everything else, and every piece in which something else turns up, is read one by one.
+    Most values are plain tensors and DTensors of one box. These are read in pieces, a column at a
+    time. Everything else, and every piece that contains anything else, is read value by value.
     """
 
     def __init__(self, items: Items) -> None:
@@ -99,7 +99,7 @@ class _Collector:
         except ValueError as error:
             self.faults.append((key, str(error)))
         except (RuntimeError, TypeError) as error:
-            # What a tensor subclass raises for an operation it does not have.
+            # A tensor subclass raises this for an operation that it does not have.
             text = f"reading it, a {type(value).__name__}, raised {type(error).__name__}: {error}"
             self.faults.append((key, text))
 
@@ -114,7 +114,7 @@ class _Collector:
                     self.add(key, value, Sort(sort))
 
     def _add_usual(self, keys: Sequence[str], values: Sequence[Any], sorts: bytes) -> bool:
-        """Add a piece unless something in it is unusual; return whether it was added."""
+        """Add a piece unless it contains anything unusual; return whether it was added."""
         parts, sources = [_WHOLE] * len(keys), values
         if Sort.DTENSOR in sorts:
             is_dtensor = [sort == Sort.DTENSOR for sort in sorts]
@@ -185,7 +185,7 @@ class _Collector:
     def _add_plain(self, key: str, value: torch.Tensor) -> None:
         if type(value) in (torch.Tensor, nn.Parameter) and value.dtype in QUANTIZED:
             # torch's own pickle keeps scale, zero point and bits, and stock dcp.load puts the
-            # object in place. The clone keeps a view from dragging its whole storage along.
+            # object in place. Clone it: a view would take its whole storage along.
             self.items.add(key, Kind.OBJECT, value.detach().clone())
             return
         source = plain_tensor(value)
@@ -247,11 +247,13 @@ class _Collector:
             )
 
     def _add_declared(self, key: str, value: Any) -> None:
-        """Read a tensor that tells its shards itself, by torch's `_Checkpointable` protocol."""
+        """Read a tensor that describes its own shards, by torch's `_Checkpointable` protocol."""
         for item in value.__create_write_items__(key, value):
             data = item.tensor_data
             if item.type == WriteItemType.BYTE_IO or data is None:
-                raise ValueError(f"its class {type(value).__name__} declares bytes and not shards")
+                raise ValueError(
+                    f"its class {type(value).__name__} declares bytes instead of shards"
+                )
             size, offsets = tuple(data.size), tuple(data.chunk.offsets)
             self._add_shard(
                 key,
@@ -293,7 +295,7 @@ class _Collector:
 
 
 _WHOLE: Final = _LocalPart("", (), [])
-"""Stands for the part of a plain tensor, which is all of it."""
+"""Stands for the part of a plain tensor: all of it."""
 
 _KINDS: Final = bytes.maketrans(bytes([Sort.PLAIN, Sort.DTENSOR]), bytes([Kind.TENSOR, Kind.SHARD]))
 """From the sort of a usual tensor to its kind."""
@@ -322,16 +324,18 @@ def _cut_out(local: torch.Tensor, box: LocalBox) -> torch.Tensor:
 _RUNS: Final = re.compile(
     rb"(?P<tensors>[%c%c]+)|[^%c%c]+" % (Sort.PLAIN, Sort.DTENSOR, Sort.PLAIN, Sort.DTENSOR)
 )
-"""By sort, one byte a value: plain tensors and DTensors in a row, or other values in a row."""
+"""Matches a run of plain tensors and DTensors, or a run of other values. One byte a value, by
+sort.
+"""
 
 
 def collect(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Items:
-    """Return this rank's items in the order of the flattened state, but what lies on a device
-    before what does not; nothing is copied.
+    """Return this rank's items in the order of the flattened state, but with tensors on a device
+    first. Copies nothing.
 
-    A plain tensor is one TENSOR, a DTensor or ShardedTensor one SHARD for each box this rank holds
-    (none outside its mesh), everything else an OBJECT. A local shard without elements is an item
-    too, as in torch. Quantised tensors go as objects. About 1 us an entry.
+    A plain tensor becomes one TENSOR, a DTensor or ShardedTensor one SHARD for each box that this
+    rank holds (none outside its mesh), everything else an OBJECT. A local shard without elements is
+    an item too, as in torch. Quantised tensors are stored as objects. About 1 us an entry.
 
     Raises: UsageError("unsupported-tensor"), listing up to `FAULTS_SHOWN_MAX` entries that cannot
     be stored exactly.
@@ -345,8 +349,8 @@ def collect(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> Items:
 def sort_out(
     flat: Mapping[str, Any], paths: Mapping[str, Path]
 ) -> tuple[Items, list[tuple[str, str]]]:
-    """Return the items in the order of the flattened state, and key and fault of each entry that
-    cannot be stored exactly.
+    """Return the items in the order of the flattened state, and the key and the fault of each entry
+    that cannot be stored exactly.
     """
     collector = _Collector(Items(paths=paths))
     keys, values = list(flat), list(flat.values())
@@ -363,10 +367,11 @@ def sort_out(
 
 
 def _device_first(items: Items) -> Items:
-    """Put what lies on a device before what does not, if there is both; else change nothing.
+    """Put items on a device before the others.
 
-    An optimizer's counters stay on the host beside moments on the device. Between these they would
-    keep the moments from lying side by side in the image, and so from being copied together.
+    An optimizer's counters stay on the host while its moments are on the device. In the state's
+    order, the counters would separate the moments in the image, so that these could not be copied
+    together.
     """
     devices = items.devices
     if len(set(devices) - {""}) < 2:

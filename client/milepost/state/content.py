@@ -1,4 +1,4 @@
-"""What this rank offers to write in one save: read from the state, directly or through a user's
+"""What this rank offers to write in one save. Reads the state, directly or through a user's
 SavePlanner.
 
 Knows states and planners; nothing of daemons, arenas or slots. One thread at a time.
@@ -41,7 +41,7 @@ class Content(NamedTuple):
     structure: str
     """The structure's fingerprint."""
     objects: dict[int, bytes] | None
-    """All objects, serialised, if a user's SavePlanner has made them."""
+    """All objects, serialised, if a user's SavePlanner made them."""
     final: FinalPlan | None
     """What a user's SavePlanner has decided."""
 
@@ -51,7 +51,7 @@ class ContentReader:
 
     Args:
         planner: the user's, or None.
-        group: this rank's place among the others, with which a user's planner plans.
+        group: this rank's place among the ranks that plan together.
         timeout_s: how long to wait for the others.
         check_replicas: as in `Offer`.
     """
@@ -89,10 +89,10 @@ class ContentReader:
         """List what the state holds.
 
         Args:
-            save_id: of the save this is for.
+            save_id: the save that the content is for.
             state, per_rank: as for `Checkpointer.save`.
-            ensure: returns once the rank has its place at the daemon. Called first, since the other
-                ranks have to hear of it if the state is refused.
+            ensure: returns once the rank has joined its job at the daemon. Called first, since the
+                other ranks have to hear of it if the state is refused.
 
         Raises UsageError for what cannot be saved, SaveFailed if planning with the others failed,
         and what `ensure` and the state's own `state_dict()` raise.
@@ -113,7 +113,7 @@ class ContentReader:
             with watch:
                 nested = call_stateful(with_per_rank(state, per_rank, rank))
         except Exception as error:
-            # The others are about to plan together, and must not wait for this rank.
+            # The other ranks are about to plan together. They must not wait for this rank.
             self._exchange.refuse(save_id, f"before it could plan, raised {error!r}")
             raise
         final = self._exchange.plan(nested, save_id)
@@ -124,7 +124,7 @@ class ContentReader:
     def offer(self, content: Content, *, is_still: bool = True) -> tuple[Offer, dict[int, bytes]]:
         """Return the offer, and all objects serialised. Raises UsageError("unpicklable").
 
-        is_still: no rank changes its state meanwhile, so that digests of replicas can be compared.
+        is_still: no rank changes its state meanwhile, so digests of replicas can be compared.
         """
         if content.final is not None:
             objects = content.objects or {}

@@ -1,4 +1,6 @@
-"""The fingerprint of a structure: a name that is equal exactly if the same plan serves."""
+"""The fingerprint of a structure. Two structures have the same one exactly if one plan serves
+both.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from milepost.state.tensors import dtype_names
 
 
 def _structure(items: Items, extra: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what distinguishes one structure from another, without copying it."""
+    """Return everything that distinguishes one structure from another, without copying it."""
     devices, placements = items.devices, items.placements
     return (
         items.keys,
@@ -23,7 +25,7 @@ def _structure(items: Items, extra: Sequence[Any]) -> tuple[Any, ...]:
         items.dtypes,
         items.sizes,
         devices[:1] if len(set(devices)) == 1 else devices,
-        # Global sizes and offsets follow from these, and of whole tensors from their sizes.
+        # Global sizes and offsets follow from the placements, and for whole tensors from the sizes.
         placements if any(placements) else (),
         items.paths.columns() if isinstance(items.paths, Paths) else list(items.paths.items()),
         bytes(items.requires_grad),
@@ -41,20 +43,21 @@ def _hashed(structure: tuple[Any, ...]) -> str:
 
 
 def fingerprint(items: Items, extra: Sequence[Any] = ()) -> str:
-    """Return a name for the structure: equal exactly if the same plan serves.
+    """Return a name for the structure. Two names are equal exactly if one plan serves both.
 
     Covers keys and their paths, kinds, dtypes, shapes, boxes, placements with this rank's mesh
     coordinates, kinds of device, whether gradients are required (`.metadata` records it), and
     `extra` (plain data, such as the number of ranks). Does not cover values, objects and digests.
-    The same in every process. About 0.2 us an item. Raises UsageError("usage") for a key that is
-    not valid Unicode.
+    It is the same in every process. Takes about 0.2 us an item. Raises UsageError("usage") for a
+    key that is not valid Unicode.
     """
     return _hashed(_structure(items, extra))
 
 
 class Fingerprints:
-    """Takes fingerprints one after the other. Remembers the last structure, but none of its
-    tensors: most are the same again, and comparing takes a third of the time of hashing.
+    """Computes fingerprints one after the other. Remembers the last structure, but none of its
+    tensors: the next structure is usually the same, and comparing takes a third of the time of
+    hashing.
     """
 
     def __init__(self) -> None:
@@ -64,7 +67,7 @@ class Fingerprints:
         """Return `fingerprint(items, extra)`. The items' columns must not change afterwards."""
         structure = _structure(items, extra)
         if structure != self._known[0]:
-            # In one step: an interrupt must not leave one structure with the name of another. See
-            # docs/design/0010-interrupts.md.
+            # Set both in one step: an interrupt must not leave one structure with another's name.
+            # See docs/design/0010-interrupts.md.
             self._known = structure, _hashed(structure)
         return self._known[1]

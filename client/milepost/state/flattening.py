@@ -1,5 +1,5 @@
-"""A nested state as leaves by flattened key, with the paths that lead to them: as torch's own
-planner has it, and faster.
+"""Flattens a nested state into leaves by key, with their paths: as torch's own planner does, but
+faster.
 
 Calls the `state_dict()` of Stateful entries; reads no tensor. Sources:
 torch/distributed/checkpoint/ _nested_dict.py, _traverse.py and state_dict_saver.py (2.13).
@@ -21,13 +21,13 @@ from milepost.format.nesting import Nesting
 from milepost.state.keys import NO_FORM, plain_form
 
 Path: TypeAlias = tuple[str | int, ...]
-"""Where a value stands in the nested state."""
+"""Where a value is in the nested state."""
 
 Flat: TypeAlias = dict[str, Any]
 """Flattened key to value, in the state's order."""
 
 PER_RANK: Final = "per_rank"
-"""First component of the top-level names of state that differs by rank."""
+"""First component of the top-level names under which state that differs by rank is stored."""
 
 
 LEAF: Final = 0
@@ -43,10 +43,8 @@ def form_of(cls: type) -> int:
 
 
 def is_traversed(values: list[Any]) -> bool:
-    """Tell whether a list is taken apart: it holds a tensor, a mapping, or a list that is taken
-    apart.
-    """
-    # By class first: such lists can hold a million numbers.
+    """Whether a list is flattened: it holds a tensor, a mapping, or a list that is flattened."""
+    # Look at the classes first: a list can hold a million numbers.
     classes = set(map(type, values))
     if any(issubclass(cls, torch.Tensor | Mapping) for cls in classes):
         return True
@@ -58,21 +56,21 @@ def is_traversed(values: list[Any]) -> bool:
 class Paths(Mapping[str, Path]):
     """The path of each key of a flattened state.
 
-    Filled as columns, one entry a leaf, and put together when first asked for: only a plan asks.
+    Filled as columns, one entry a leaf. The paths are put together only when a plan asks for them.
     """
 
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
         self.containers: list[tuple[Path, bool]] = []
-        """Each one that holds leaves: where it stands, and whether it is a list."""
+        """Each container that holds leaves: where it is, and whether it is a list."""
         self.holders: list[int] = []
-        """By leaf, its container."""
+        """For each leaf, its container."""
         self.names: list[str | int] = []
-        """By leaf, its key or index there."""
+        """For each leaf, its key or index in the container."""
         self.odd_names: list[tuple[Path, list[Any], list[str]]] = []
-        """Of each dict with keys that are no text: where it stands, these keys, and their texts."""
+        """For each dict with keys that are not text: where it is, these keys, and their texts."""
         self.empty: list[Path] = []
-        """Where empty dicts stand."""
+        """Where empty dicts are."""
 
     @cached_property
     def _by_key(self) -> dict[str, Path]:
@@ -80,8 +78,8 @@ class Paths(Mapping[str, Path]):
         return {key: (*self.containers[holder][0], name) for key, holder, name in leaves}
 
     def columns(self) -> tuple[object, ...]:
-        """Return what tells these paths from others of the same keys, as plain data."""
-        # The type of a key and its text tell what it is.
+        """Return, as plain data, what distinguishes these paths from others of the same keys."""
+        # The type of a key and its text identify the key.
         odd = [(path, texts, _type_names(keys)) for path, keys, texts in self.odd_names]
         return (self.containers, self.holders, odd, self.empty)
 
@@ -105,13 +103,13 @@ class Paths(Mapping[str, Path]):
 
 
 class _OwnName(str):
-    """The top-level name of an entry of a rank's own, whose key is no text."""
+    """The top-level name of a per-rank entry whose key is not text."""
 
     key: Any
 
 
 def _type_names(keys: list[Any]) -> list[str]:
-    """Return the names of the keys' types; one name, if they are all of one."""
+    """Return the names of the keys' types; a single name if all keys have the same type."""
     types = [type(key.key) if isinstance(key, _OwnName) else type(key) for key in keys]
     if len(set(types)) == 1:
         del types[1:]
@@ -165,9 +163,7 @@ def _walk(
 def _raw_paths(
     entries: Iterable[tuple[Any, Any]], path: tuple[Any, ...]
 ) -> Iterable[tuple[Any, ...]]:
-    """Yield the path of every leaf, with mapping keys as they are and not yet turned into
-    strings.
-    """
+    """Yield the path of every leaf, with mapping keys that are not yet turned into strings."""
     for name, value in entries:
         form = form_of(type(value))
         if form == MAPPING:
@@ -179,7 +175,7 @@ def _raw_paths(
 
 
 def collision(state: Mapping[Any, Any]) -> UsageError:
-    """Return the error that names the two paths of the first key that stands for two entries."""
+    """Return the error that names both paths of the first key that two entries share."""
     seen: dict[str, tuple[Any, ...]] = {}
     for path in _raw_paths(state.items(), ()):
         key = ".".join(map(str, path))
@@ -210,7 +206,7 @@ _NEVER_STATEFUL: Final = frozenset(
         type(None),
     }
 )
-"""Classes whose instances cannot satisfy the protocol; asking a runtime protocol costs 5 us an
+"""Classes whose instances cannot satisfy the protocol. A check by a runtime protocol costs 5 us an
 entry."""
 
 
@@ -218,8 +214,8 @@ def call_stateful(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a shallow copy in which each Stateful entry of the top level is replaced by its
     `state_dict()`.
 
-    Exactly what torch's `dcp.save` does: nested Stateful objects are left alone. Raises UsageError
-    if `state` is not a mapping; what a `state_dict()` raises goes through.
+    Does exactly what torch's `dcp.save` does: nested Stateful objects are left alone. Raises
+    UsageError if `state` is not a mapping. Exceptions of a `state_dict()` pass through.
     """
     if not isinstance(state, Mapping):
         raise UsageError(
@@ -236,7 +232,7 @@ def call_stateful(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def per_rank_prefix(rank: int) -> str:
-    """Return what the top-level names of one rank's own state begin with."""
+    """Return the prefix of the top-level names of one rank's own state."""
     return f"{PER_RANK}/{rank}/"
 
 
@@ -278,8 +274,8 @@ def flatten(state: Mapping[Any, Any]) -> tuple[Flat, Paths]:
     """Return the state's leaves by flattened key, and each key's path, as torch's
     DefaultSavePlanner has them.
 
-    Stateful entries of the top level are called first. The values are the live ones, not copies.
-    About 0.3 us an entry. Raises UsageError: "key-collision", or "usage" for a state that is no
+    Calls Stateful entries of the top level first. The values are the live ones, not copies. Takes
+    about 0.3 us an entry. Raises UsageError: "key-collision", or "usage" for a state that is not a
     mapping or contains itself.
     """
     called = call_stateful(state)

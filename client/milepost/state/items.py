@@ -18,7 +18,7 @@ from milepost.wire.offers import Box, Kind
 
 
 class Item(NamedTuple):
-    """One thing a rank could write; `source` is a live plain tensor, exactly its box, or the
+    """One thing that a rank could write. `source` is a live plain tensor of exactly its box, or the
     object.
     """
 
@@ -52,12 +52,12 @@ class Items:
     devices: list[str] = field(default_factory=list)
     """Kind of device the source lies on: "cpu", "cuda"."""
     addresses: list[int] = field(default_factory=list)
-    """Where the source's first element lies; 0 for objects and what has no bytes."""
+    """Address of the source's first element; 0 for objects and for tensors without bytes."""
     placements: list[str] = field(default_factory=list)
-    """What a shard's box follows from: the whole tensor's size with mesh, place in it and cut, or
-    the box itself; "" for whole tensors and objects."""
+    """What determines a shard's box: the whole tensor's size with the mesh, the place in it and the
+    cut, or the box itself; "" for whole tensors and objects."""
     requires_grad: bytearray = field(default_factory=bytearray)
-    """Whether the value in the state does, one 0 or 1 each."""
+    """Whether the value in the state requires a gradient; 0 or 1 for each."""
     paths: Mapping[str, Path] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ class Items:
     def extend(
         self, keys: Sequence[str], sources: Sequence[torch.Tensor], facts: TensorFacts
     ) -> None:
-        """Append the columns that tensors tell of themselves; the caller appends the others."""
+        """Append the columns that describe tensors; the caller appends the other columns."""
         self.keys += keys
         self.sources += sources
         self.dtypes += facts.dtypes
@@ -120,7 +120,7 @@ class Items:
 
 
 def explicit_placement(by: str, global_size: Box, offsets: Box) -> str:
-    """Return the entry of `Items.placements` for a shard whose box was decided by something else
-    than a DTensor's placements.
+    """Return the entry of `Items.placements` for a shard whose box does not follow from a DTensor's
+    placements.
     """
     return f"{by} {global_size} {offsets}"

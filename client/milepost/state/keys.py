@@ -1,4 +1,4 @@
-"""Keys of dicts that are no text, in a plain form, so that they come back as what they were.
+"""Dict keys that are not text, in a plain form from which a load restores them.
 
 A key that has no plain form comes back as its text.
 """
@@ -13,15 +13,15 @@ from typing import Any, Final
 import torch
 
 _INT_MAX: Final = 2**63
-"""What msgpack holds."""
+"""Integers below this fit into msgpack."""
 
 NO_FORM: Final = object()
-"""Stands for the plain form of a key that has none."""
+"""Result for a key that has no plain form."""
 
 
 def plain_form(key: Any) -> Any:
     """Return a key as None, bool, int, float, str, bytes, or a list that begins with the name of
-    its type; `NO_FORM` if it is none of the types that are known.
+    its type; `NO_FORM` if the type is unknown.
     """
     if isinstance(key, enum.Enum):
         cls = type(key)
@@ -64,13 +64,13 @@ def key_of(form: Any) -> Any:
             cls = imported_enum(module, path)
             if cls is not None and member in cls.__members__:
                 return cls.__members__[member]
-    raise ValueError(f"{form!r} is no plain form of a key")
+    raise ValueError(f"{form!r} is not the plain form of a key")
 
 
 def imported_enum(module: str, path: str) -> enum.EnumMeta | None:
     """Return an enum class that the program has imported, or None; imports nothing."""
     found: Any = sys.modules.get(module)
     for part in path.split("."):
-        # Not by getattr: a module may import when it is asked for a name.
+        # Do not use getattr: a module may import something when it is asked for a name.
         found = getattr(found, "__dict__", {}).get(part)
     return found if isinstance(found, enum.EnumMeta) else None

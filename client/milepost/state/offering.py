@@ -19,7 +19,8 @@ from milepost.wire.offers import Kind, Offer
 def serialise_objects(items: Items, chosen: Iterable[int] | None = None) -> dict[int, bytes]:
     """Return the serialised form of all objects among the items, or of the chosen ones, by item.
 
-    It is what stock DCP writes for BYTE_IO. Raises UsageError("unpicklable"), naming the key.
+    The form is what stock DCP writes for BYTE_IO. Raises UsageError("unpicklable"), which names the
+    key.
     """
     considered = range(len(items)) if chosen is None else chosen
     return {
@@ -41,7 +42,7 @@ def make_offer(
 
     Args:
         items: of the state.
-        objects: what `serialise_objects(items)` returned; they can be staged as they are.
+        objects: the result of `serialise_objects(items)`; it can be staged unchanged.
         digests: of the items whose replicas are to be compared; see `digests_of`.
         check_replicas: see `Offer.check_replicas`.
         to_lowest_rank: see `Offer.to_lowest_rank`.
@@ -72,8 +73,8 @@ def make_offer(
 def digests_of(items: Items, objects: Mapping[int, bytes]) -> dict[int, int]:
     """Return the digests of all items, by which the planner compares replicas.
 
-    What is no plain data is compared as it is stored, so that objects which compare equal may seem
-    to differ. Reads every small tensor, and a part of the large ones.
+    Objects that are not plain data are compared by their stored bytes, so equal objects may seem to
+    differ. Reads every small tensor, and a part of each large one.
 
     Args:
         items: of the state.

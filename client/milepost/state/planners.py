@@ -7,9 +7,9 @@ the trainers of one process group, never to a daemon.
 
 Every save calls `set_up_planner` and `create_local_plan` again, so that `resolve_data` sees the
 current tensors. The ranks then agree over the store, with a few short messages each, whether their
-global plan still holds. Only if a local plan has changed on some rank do plans travel, and rank 0
-makes a new global plan. (If each rank decided by itself, a rank whose plan has changed would wait
-for others that have no reason to come.)
+global plan is still valid. If a local plan has changed on some rank, plans travel and rank 0 makes
+a new global plan. (If each rank decided by itself, a rank with a changed plan would wait for others
+that have no reason to come.)
 
 Sources: torch/distributed/checkpoint/planner.py, default_planner.py, state_dict_saver.py and
 utils.py (2.13).
@@ -54,7 +54,8 @@ _PLANNER_HINT: Final = "fix the SavePlanner, or leave `planner` out to use the d
 
 
 def is_default(planner: SavePlanner | None) -> bool:
-    """Return whether milepost's own plan is equivalent to this planner's, which then does not run.
+    """Return whether milepost's own plan is equivalent to this planner's. If so, the planner is not
+    called.
 
     `dedup_save_to_lowest_rank` travels in the offer. A subclass may do anything, so it runs.
     """
@@ -98,7 +99,8 @@ def _signature(plan: SavePlan) -> tuple[object, ...]:
         # By content, since a planner may change its data in place.
         extra = pickle.dumps((plan.planner_data, plan.storage_data))
     except Exception:
-        # What cannot be compared counts as changed. An error is reported once it has to travel.
+        # A plan that cannot be compared counts as changed. Its error is reported when it has to
+        # travel.
         return (items, object())
     return (items, hashlib.blake2b(extra, digest_size=16).digest())
 
@@ -108,9 +110,9 @@ class PlannerExchange:
 
     Args:
         planner: the user's.
-        rank, world: among the ranks that save together; rank 0 coordinates.
-        store: shared by these ranks; its keys below `exchange_id` belong to this object. None for
-            one rank.
+        rank, world: this rank and the number of ranks that save together; rank 0 coordinates.
+        store: shared by these ranks; its keys below `exchange_id` belong to this object. None if
+            there is only one rank.
         timeout_s: how long to wait for a rank in each round; a save has at most three.
     """
 
@@ -135,7 +137,7 @@ class PlannerExchange:
         self._metadata: Metadata | None = None
         self._plan_id = ""
         self._spent: list[str] = []
-        """Rank 0: answers that can be deleted once all ranks have come to the next round."""
+        """Rank 0: answers that can be deleted once all ranks have reached the next round."""
 
     def plan(
         self,
@@ -146,13 +148,13 @@ class PlannerExchange:
         """Take the planner through its steps for one save, together with all other ranks.
 
         Args:
-            state_dict: as `dcp.save` hands it to planners: nested, Stateful entries called.
-            exchange_id: the same on all ranks, and never used before: the save's id.
+            state_dict: as `dcp.save` passes it to planners: nested, with Stateful entries called.
+            exchange_id: the save's id: the same on all ranks, and never used before.
             storage_meta: handed to `set_up_planner`.
 
         Raises:
-            SaveFailed: on every rank: "planner-failed" with rank and exception if the planner
-                raised on any of them, "rank-missing" naming the ranks that did not come. The
+            SaveFailed: on every rank. "planner-failed": the planner raised on a rank; names the
+                rank and the exception. "rank-missing": names the ranks that did not come. The
                 earlier plan is kept only if no new one was begun.
         """
         planner = self._planner
@@ -163,7 +165,7 @@ class PlannerExchange:
             return plan, _signature(plan)
 
         made, fault = self._try("making its local plan", create_local)
-        # With torch's plan cache, a plan that is not usable means that nothing has changed.
+        # With torch's plan cache, an unusable plan means that nothing has changed.
         is_kept = (
             made is not None
             and self._part is not None
@@ -193,8 +195,8 @@ class PlannerExchange:
     def refuse(self, exchange_id: str, fault: str) -> None:
         """Take part in a save's first round only to say that this rank cannot go on.
 
-        The others then fail with this rank's name instead of waiting for it. Returns once they
-        know, or did not come.
+        The other ranks then fail with an error that names this rank, instead of waiting for it.
+        Returns once they know, or did not come in time.
         """
         with suppress(SaveFailed):
             self._agree(f"{exchange_id}/local", "same", f"rank {self._rank}, {fault}")
@@ -214,7 +216,7 @@ class PlannerExchange:
         packed_plans = self._gather(f"{exchange_id}/planned", keys)
 
         def create_global() -> tuple[list[SavePlan], list[bytes]]:
-            # An empty one is from a rank that reports its fault itself.
+            # An empty plan is from a rank that reports its own error.
             plans.extend(pickle.loads(packed) for packed in packed_plans if packed)
             if len(plans) < self._world:
                 return [], []
@@ -237,12 +239,12 @@ class PlannerExchange:
         except Exception as error:
             return None, f"rank {self._rank}, {act}, raised {type(error).__name__}: {error}"
 
-    # --- rounds: every rank says a word, and rank 0 answers all with what follows from them -----
+    # --- rounds: every rank writes a message, and rank 0 answers all of them -------------------
 
     def _agree(self, name: str, word: str, fault: str) -> str:
-        """Return "new" if any rank says "new", else "same", on all ranks once all have come.
+        """Return "new" if any rank says "new", else "same". All ranks get the same answer.
 
-        Raises SaveFailed on every rank if any has a fault, or is missing.
+        Raises SaveFailed on every rank if any rank has an error or is missing.
         """
         said = f"fault\n{fault}" if fault else f"{word}\n"
         if self._store is not None:
@@ -270,9 +272,9 @@ class PlannerExchange:
         self._spent = [f"{name}/answer"]
 
     def _gather(self, name: str, keys: list[str]) -> list[bytes]:
-        """Return what the ranks wrote under these keys, each of which ends with its rank.
+        """Return what the ranks wrote under these keys; each key ends with a rank.
 
-        Rank 0 only. If a rank does not come, this answers the round `name` with that, and raises.
+        Rank 0 only. If a rank does not come, tells the other ranks so in round `name`, and raises.
         """
         if not keys:
             return []
@@ -296,7 +298,7 @@ class PlannerExchange:
         )
 
     def _get(self, key: str) -> bytes:
-        """Wait for what rank 0 writes, longer than rank 0 itself waits for the other ranks."""
+        """Wait for what rank 0 writes, for longer than rank 0 itself waits for the other ranks."""
         store, wait_s = cast("Store", self._store), 2 * self._timeout_s
         try:
             store.wait([key], timedelta(seconds=wait_s))
@@ -309,7 +311,7 @@ class PlannerExchange:
         cast("Store", self._store).set(key, cast("str", value))
 
     def _delete(self, keys: list[str]) -> None:
-        """Delete keys from the store, which would keep them for as long as the run lasts."""
+        """Delete keys from the store. Otherwise it would keep them until the end of the run."""
         for key in keys:
             # A store that cannot delete keeps a few bytes for each save.
             with suppress(RuntimeError):
@@ -324,10 +326,10 @@ class Resolved(NamedTuple):
 
 
 def resolve(plan: SavePlan, planner: SavePlanner) -> Resolved:
-    """Have the planner resolve all that this rank writes; item i is entry i of the plan.
+    """Let the planner resolve everything that this rank writes; item i is entry i of the plan.
 
-    To be called in each save, after `PlannerExchange.plan`. Tensors are live unless the planner
-    made them, so stage them before the state changes.
+    Call it in each save, after `PlannerExchange.plan`. Tensors are live unless the planner made
+    them, so stage them before the state changes.
 
     Raises:
         SaveFailed: "planner-failed" if the planner raised, or returned anything but a tensor for a
@@ -353,7 +355,8 @@ def resolve(plan: SavePlan, planner: SavePlanner) -> Resolved:
             except ValueError as error:
                 raise UsageError(
                     "unsupported-tensor",
-                    f"the SavePlanner resolved {key!r} to what cannot be stored exactly: {error}",
+                    f"the SavePlanner resolved {key!r} to a value that cannot be stored exactly: "
+                    f"{error}",
                     _PLANNER_HINT,
                 ) from error
             items.add(
@@ -386,10 +389,10 @@ def _boxes(write_item: WriteItem) -> tuple[tuple[int, ...], tuple[int, ...], tup
 
 
 def make_final_offer(final: FinalPlan, resolved: Resolved) -> Offer:
-    """Return the offer of a rank whose planner has decided: this rank writes every item of it.
+    """Return the offer of a rank whose planner has decided: the rank writes every item of it.
 
     Lengths and dtypes are those of the resolved tensors, boxes those of the plan. Raises UsageError
-    for planner data that is not plain data.
+    if the planner's data is not plain data.
     """
     items, planned = resolved.items, final.plan.items
     properties = [None if i.tensor_data is None else i.tensor_data.properties for i in planned]

@@ -1,7 +1,7 @@
-"""Every kind of tensor torch has: how each is read, and why some cannot be stored exactly.
+"""Every kind of tensor that torch has: how each is read, and why some cannot be stored exactly.
 
-The one place, with `collecting`, that uses torch's private attributes. Reads descriptions of
-tensors, never their values.
+Only this module and `collecting` use torch's private attributes. Reads descriptions of tensors,
+never their values.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Sort(IntEnum):
     SHARDED = 2
     """torch's older ShardedTensor."""
     DECLARED = 3
-    """It tells its shards itself, by torch's `_Checkpointable` protocol."""
+    """It describes its own shards, by torch's `_Checkpointable` protocol."""
     SUBCLASS = 4
     """A tensor subclass over ordinary storage."""
     REFUSED = 5
-    """A tensor subclass that need not have storage of its own."""
+    """A tensor subclass that may have no storage of its own."""
     OBJECT = 6
     """Not a tensor."""
 
@@ -76,12 +76,12 @@ def dtype_names(dtypes: Iterable[torch.dtype | None]) -> list[str]:
 
 
 def local_tensor(value: DTensor) -> torch.Tensor:
-    """Return a DTensor's memory on this rank. Unlike `to_local()` it costs a look-up."""
+    """Return a DTensor's memory on this rank. Unlike `to_local()` it costs only a look-up."""
     return value._local_tensor
 
 
 def requires_grad(owner: Any) -> bool:
-    """Return what torch records of a value's gradient."""
+    """Return whether torch records that a value requires a gradient."""
     if isinstance(owner, ShardedTensor):
         # Asking the tensor itself warns that its class is deprecated.
         return bool(owner.metadata().tensor_properties.requires_grad)
@@ -93,8 +93,9 @@ def plain_tensor(value: torch.Tensor) -> torch.Tensor:
     """Return a tensor of class torch.Tensor or Parameter over the same dense storage, ready to be
     copied.
 
-    Raises ValueError, saying why and what to do, for whatever has no such storage or would lose
-    something: wrapper subclasses, sparse, nested, quantised and meta tensors, freed storages.
+    Raises ValueError for a tensor that has no such storage or would lose something: wrapper
+    subclasses, sparse, nested, quantised and meta tensors, freed storages. Its text says why, and
+    what to do.
     """
     cls = type(value)
     sort = sort_of(cls)
@@ -133,10 +134,10 @@ def plain_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 class TensorFacts(NamedTuple):
-    """What some plain tensors tell of themselves, as columns."""
+    """Properties of some plain tensors, as columns."""
 
     addresses: list[int]
-    """Where the first element lies; 0 for a tensor without bytes."""
+    """Address of the first element; 0 for a tensor without bytes."""
     sizes: list[Box]
     dtypes: list[torch.dtype]
     devices: list[str]
@@ -144,14 +145,15 @@ class TensorFacts(NamedTuple):
 
 
 def facts_of(sources: Sequence[torch.Tensor]) -> TensorFacts | None:
-    """Read many tensors, a column at a time; None unless `plain_tensor` would return each as it is.
+    """Read many tensors, a column at a time. None if `plain_tensor` would refuse or change any of
+    them.
 
     A call for each of 11,000 tensors would cost as much as their copies.
     """
     if not _PLAIN_CLASSES.issuperset(map(type, sources)):
         return None
     try:
-        # What is not one dense storage has no address or no shape.
+        # A tensor that is not one dense storage has no address or no shape.
         addresses = list(map(torch.Tensor.data_ptr, sources))
         sizes = list(map(_SHAPE, sources))
     except RuntimeError:
@@ -165,7 +167,7 @@ def facts_of(sources: Sequence[torch.Tensor]) -> TensorFacts | None:
         devices = [each.device.type for each in sources]
         if "meta" in devices:
             return None
-    # An address of 0 is right where there are no bytes; else the storage was freed.
+    # An address of 0 is right for a tensor without bytes; otherwise the storage was freed.
     if not all(addresses) and not all(
         address or 0 in size for address, size in zip(addresses, sizes, strict=True)
     ):

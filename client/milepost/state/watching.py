@@ -1,4 +1,4 @@
-"""Whether reading a state has changed it, by a step of an optimizer."""
+"""Warns if reading a state has changed it by a step of an optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ log = logging.getLogger("milepost")
 
 @contextlib.contextmanager
 def watching_steps() -> Iterator[None]:
-    """Warn if an optimizer steps on this thread in this block: reading must not change a state."""
+    """Warn if an optimizer steps on this thread within this block: a read must not change a
+    state.
+    """
     stepped: list[str] = []
     thread = threading.get_ident()
 

@@ -28,7 +28,7 @@ MESSAGE_BYTES_MAX: Final = 256 << 20
 larger is an attack or a bug."""
 
 HEARTBEAT_S: Final = 1.0
-"""How often a session says that it is alive."""
+"""How often a session sends a heartbeat."""
 
 SILENCE_S: Final = 15.0
 """How long the daemon may be silent before a client calls it lost: many heartbeats, since a node
@@ -84,10 +84,10 @@ class SaveRef(msgspec.Struct, frozen=True):
     name: str
     overwrite: bool = False
     is_plan_only: bool = False
-    """Nothing is saved: the ranks only want layouts, ahead of their first save."""
+    """Nothing is saved: the ranks only want layouts before their first save."""
     place: str = ""
-    """Absolute path of a directory that is to become the checkpoint; empty: `name` below the job's
-    root does."""
+    """Absolute path of the directory that becomes the checkpoint; empty: the checkpoint is `name`
+    below the job's root."""
 
 
 class Ending(StrEnum):
@@ -98,7 +98,7 @@ class Ending(StrEnum):
     FAILED = "failed"
     """It never becomes a checkpoint; the cause says why."""
     SKIPPED = "skipped"
-    """It never becomes a checkpoint, because a rank had no free slot and was told to skip then."""
+    """It never becomes a checkpoint: a rank had no free slot, and `on_busy` says to skip."""
     UNKNOWN = "outcome-unknown"
     """Storage did not tell whether it is a checkpoint."""
 
@@ -137,7 +137,7 @@ class Join(Message, frozen=True):
 
 
 class Offered(Message, frozen=True):
-    """The rank's structure is new, so it says all that it could write. The daemon answers
+    """The rank's structure is new, so the rank says all that it could write. The daemon answers
     `LayoutReady`, or concludes the save.
     """
 
@@ -233,7 +233,7 @@ class Joined(Message, frozen=True):
 
 
 class LayoutReady(Message, frozen=True):
-    """What this rank has to write: it stages it in this order, then sends `Staged`."""
+    """What this rank has to write. The rank stages it in this order, then sends `Staged`."""
 
     save_id: str
     layout_id: str
@@ -301,13 +301,13 @@ class StatusIs(Message, frozen=True):
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """What one rank said about a save: that it has staged under a layout, or an offer that needs
-    one.
+    """What one rank said about a save: that it has staged under a layout, or an offer that needs a
+    layout.
     """
 
     rank: int
     layout_id: str = ""
-    """The layout that it has staged under; empty if it offers."""
+    """The layout under which it has staged; empty if it offers."""
     fingerprint: str = ""
     offer: bytes = b""
 

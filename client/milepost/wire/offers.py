@@ -80,9 +80,9 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     to_lowest_rank: bool = False
     """torch: DefaultSavePlanner(dedup_save_to_lowest_rank=True)."""
     check_replicas: str = "off"
-    """What follows if replicas differ: "warn", "raise" (the save fails), or "off": nothing."""
+    """What happens if replicas differ: "warn", "raise" (the save fails), or "off": nothing."""
     nesting: bytes = b""
-    """What torch's index does not say of the state's dicts; see `format.nesting`."""
+    """What torch's index does not say about the state's dicts; see `format.nesting`."""
 
 
 def encode_offer(offer: Offer) -> bytes:

@@ -1,4 +1,6 @@
-"""Causes: what follows from a code, on which node it was, and how a sentence lists ranks."""
+"""Causes of failures: what follows from a code, where it happened, and how a sentence lists
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ REFUSALS: Final = frozenset({"read-only", "permission", "no-space", "quota", "al
 other failure the rename may still happen: only the answer may have been lost on the network."""
 
 MISMATCH_HINT: Final = (
-    "every rank must call save() in the same order, with the same step and name; their counts stay "
-    "apart until each makes a new Checkpointer"
+    "every rank must call save() in the same order, with the same step and name; their counts of saves "
+    "differ until each rank makes a new Checkpointer"
 )
 
 

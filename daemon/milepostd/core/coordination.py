@@ -107,7 +107,7 @@ class Coordination(Role):
                 "node-missing",
                 f"node {self.node_id} is shutting down, and nothing was heard for "
                 f"{PEER_LOST_S:g} s of {named('node', lost, len(self.job.nodes))}",
-                "see that milepostd runs on the nodes named",
+                "see that milepostd runs on the named nodes",
                 lost[0],
             )
             return self.refuse(cause, now_ns)
@@ -357,7 +357,7 @@ class Coordination(Role):
             "node-missing" if silent else "timeout",
             f"save {self.save.save_id} of step {self.save.step} did not end within "
             f"{self.job.deadline_s:g} s: {self.waits_for()}",
-            "see `milepost status` on the nodes named",
+            "see `milepost status` on the named nodes",
             silent[0] if silent else self.node_id,
         )
         return self.refuse(cause, now_ns)
@@ -402,6 +402,6 @@ class Coordination(Role):
             case Phase.PUBLISHING:
                 return "publishing"
             case Phase.ABORTING:
-                return "taking the save's directory out of the way"
+                return "moving the save's directory out of the way"
             case _:
                 return "ended"

@@ -36,7 +36,9 @@ class Halting:
         return [Log(level="info", event="daemon.draining")]
 
     def needs_idle(self, *, has_sessions: bool) -> bool:
-        """Whether `check` has to know if the node is idle, which takes a look at every save."""
+        """Whether `check` needs to know if the node is idle. To find out costs a look at every
+        save.
+        """
         return self.stops == 1 or (self.is_embedded and not has_sessions)
 
     def check(self, *, is_idle: bool, has_sessions: bool, now_ns: int) -> list[Command]:

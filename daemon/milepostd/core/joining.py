@@ -75,7 +75,7 @@ def why_not(join: Join, here: str, roots: Sequence[str], known: Job | None) -> C
     if known is not None and join.attempt == known.attempt and not known.agrees_with(join):
         return Cause(
             "protocol",
-            f"rank {join.rank} of job {join.job} describes another cohort than its fellows",
+            f"rank {join.rank} of job {join.job} describes another cohort than the other ranks",
             "",
             here,
             join.rank,

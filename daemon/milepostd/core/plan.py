@@ -258,8 +258,8 @@ def _assign(
         )
         raise _refusal(
             "structure-changed",
-            "the structure changed on some ranks only, and nobody has staged what the others left "
-            "to them: " + listed + and_more(len(missing), "key"),
+            "the structure changed on some ranks only, and nobody has staged the "
+            "following: " + listed + and_more(len(missing), "key"),
             "change the state on all ranks before the same save",
         )
 

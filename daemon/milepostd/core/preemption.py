@@ -163,8 +163,8 @@ class Preemption:
         return self._send_all(asked, silent)
 
     def _decide(self) -> list[Command]:
-        # A rank that has not answered may have read more often. Then its flag turns true at once,
-        # which is the best that can be done for it.
+        # A rank that has not answered may have read more often. Then its flag turns true at once;
+        # nothing better is possible.
         at_read = max([*self.known.values(), *self.told.values()], default=0) + 1
         return self._send_all(self._decision(at_read), list(self.job.nodes))
 

@@ -125,7 +125,7 @@ def find_staged(job: str, attempt: int, ranks: Iterable[int]) -> list[tuple[int,
 
 
 def _staged_records(path: Path) -> Iterator[tuple[int, SlotRecord]]:
-    """Yield index and record of each staged slot; what is damaged is left out, and logged."""
+    """Yield index and record of each staged slot. Leaves out damaged slots, and logs them."""
     try:
         arena = Arena.open(path)
     except (OSError, MilepostError) as error:

@@ -77,8 +77,7 @@ class SaveDirectories:
                  code=cause.code, cause=cause.message)  # fmt: skip
             fate = Fate.ABORTED if await self._is_unpublished(command) else Fate.UNKNOWN
         if fate is Fate.COMMITTED and command.is_coordinator:
-            # Whoever published it, perhaps in an earlier life, may not have come to moving
-            # `latest`.
+            # The daemon that published it may have ended before it moved `latest`.
             try:
                 await self._latest.advance(home, save)
             except Exception as error:  # it is a checkpoint all the same

@@ -100,7 +100,7 @@ class _Child:
             was_killed = self.kill()
             self._answer_pending(reason)
             if was_killed:
-                # On a busy machine torch may take seconds to leave; nobody else waits for the end.
+                # On a busy machine torch may take seconds to exit; nobody else waits for that.
                 await self._exit_reason()
 
     async def _exit_reason(self) -> str:

@@ -214,7 +214,7 @@ def test_failing_and_asking_the_directory_are_said_in_words() -> None:
     assert {
         "participant": ("failing", "failed here; waiting for coordinator A to end it")
     } == waiting(world, "B")
-    assert {"coordinator": ("aborting", "taking the save's directory out of the way")} == waiting(
+    assert {"coordinator": ("aborting", "moving the save's directory out of the way")} == waiting(
         world
     )
     other = World((1, 1))

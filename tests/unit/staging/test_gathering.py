@@ -124,7 +124,7 @@ def test_tensors_without_room_on_the_device_are_copied_alone(
 
         monkeypatch.setattr(torch, "empty", fail)
     assert list(range(8)) == Gathering(columns, range(8), image, CPU).alone
-    assert (limit != "ours") == ("no device memory is left" in caplog.text)
+    assert (limit != "ours") == ("the device has no memory left" in caplog.text)
 
 
 def test_items_on_a_device_come_first_to_lie_side_by_side() -> None:

@@ -139,10 +139,10 @@ class Wrapper(torch.optim.Optimizer):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda sgd: None, "without optimizer="),
+        (lambda sgd: None, "needs optimizer="),
         (lambda sgd: [], "is empty"),
-        (lambda sgd: Foreign(), "a Foreign, which is no torch.optim.Optimizer"),
-        (lambda sgd: [sgd, Foreign()], "a Foreign, which is no torch.optim.Optimizer"),
+        (lambda sgd: Foreign(), "a Foreign, which is not a torch.optim.Optimizer"),
+        (lambda sgd: [sgd, Foreign()], "a Foreign, which is not a torch.optim.Optimizer"),
         (lambda sgd: Wrapper(sgd), "the step of Wrapper does not run torch's hooks"),
     ],
 )
