@@ -41,7 +41,7 @@ REFUSALS: Final = frozenset({"read-only", "permission", "no-space", "quota", "al
 other failure the rename may still happen: only the answer may have been lost on the network."""
 
 MISMATCH_HINT: Final = (
-    "every rank must call save() in the same order, with the same step and name; their counts of saves "
+    "every rank must call save() in the same order, with the same step and name; the ranks' counts "
     "differ until each rank makes a new Checkpointer"
 )
 
