@@ -21,8 +21,9 @@ from milepost.concurrency.collector import collector_paused
 from milepost.fetching.blocks import BLOCK_BYTES, FileBlock, cut, hand_out
 from milepost.fetching.checksums import Check, KnownChecksums
 from milepost.fetching.devices import AnyBuffer, Buffers, Devices
-from milepost.fetching.files import DataFile, OpenFiles
+from milepost.fetching.files import OpenFiles
 from milepost.fetching.filling import BlockFilling
+from milepost.fetching.neighbours import Neighbours
 from milepost.fetching.planning import FetchPlanner, unreadable
 from milepost.fetching.requests import Blob, Fetched, FoundDamage, ObjectRead, TensorRead
 from milepost.fetching.tasks import FilePlan
@@ -49,6 +50,7 @@ def fetch(
     is_checked: bool = True,
     threads: int | None = None,
     streams_of: Callable[[torch.device], Streams] = default_streams,
+    neighbours: Neighbours | None = None,
 ) -> Fetched:
     """Read boxes of tensors into memory, and objects.
 
@@ -59,13 +61,15 @@ def fetch(
         is_checked: compare checksums.
         threads: how many read at once; None: by the number of processors.
         streams_of: how copies to a device are ordered.
+        neighbours: the ranks with which reads are shared, after `listen`.
 
     Damage is returned, not raised; memory that was written before it was found stays so, and is
     listed as touched. Raises CorruptCheckpoint for a manifest that contradicts itself, and what
     torch raises for memory that cannot be copied to.
     """
+    files = OpenFiles(checkpoint, neighbours.is_shared) if neighbours else OpenFiles(checkpoint)
     return _Fetch(
-        checkpoint, list(tensors), list(objects), checksums, is_checked, threads, streams_of
+        checkpoint, list(tensors), list(objects), checksums, is_checked, threads, streams_of, files
     ).run()
 
 
@@ -81,6 +85,7 @@ class _Fetch:
         is_checked: bool,
         threads: int | None,
         streams_of: Callable[[torch.device], Streams],
+        files: OpenFiles,
     ) -> None:
         self._checkpoint = checkpoint
         self._tensors = tensors
@@ -93,7 +98,7 @@ class _Fetch:
         self._is_checked = is_checked
         self._threads = default_threads() if threads is None else threads
         self._devices = Devices(streams_of)
-        self._files = OpenFiles(checkpoint)
+        self._files = files
         self._filling = BlockFilling(
             len(tensors), is_checked=is_checked, streams_of=self._devices.streams_of
         )
@@ -275,7 +280,7 @@ class _Fetch:
                 return
             buffer = buffers.take()
             try:
-                self._read_block(self._files.get(name), block, buffer)
+                self._read_block(name, block, buffer)
             finally:
                 buffers.give_back(buffer)
         except OSError as error:
@@ -283,10 +288,11 @@ class _Fetch:
         finally:
             self._files.let_go(name)
 
-    def _read_block(self, file: DataFile, block: FileBlock, buffer: AnyBuffer) -> None:
+    def _read_block(self, name: str, block: FileBlock, buffer: AnyBuffer) -> None:
+        file = self._files.get(name)
         begin = block.begin // PAGE_BYTES * PAGE_BYTES
         skip = block.begin - begin
-        is_cached = file.is_cached(block.begin, block.end)
+        is_cached = self._files.is_cached(name, file, block.begin, block.end)
         if not is_cached:
             file.read_past_cache(buffer.view, begin, block.end - begin)
         view = buffer.view[skip : skip + block.end - block.begin]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 from milepost.format.layout import PAGE_BYTES, align
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
     from types import TracebackType
 
@@ -31,6 +31,9 @@ IDLE_FILES_MAX: Final = 16
 
 PROBE_EVERY_BYTES: Final = 1 << 20
 """Where the kernel does not count pages, one byte in so many is asked for."""
+
+BRING_BYTES: Final = 256 << 10
+"""The page cache is asked for so much at once: of more at once, the kernel leaves out the rest."""
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _SYS_CACHESTAT: Final = 451
@@ -143,6 +146,15 @@ class DataFile:
 
     # --- reading
 
+    def bring(self, begin: int, end: int) -> None:
+        """Have the kernel begin to read a range into the page cache, what is not there yet; waits
+        only if the device has too much to do.
+        """
+        with suppress(OSError):
+            for at in range(begin, end, BRING_BYTES):
+                length = min(BRING_BYTES, end - at)
+                os.posix_fadvise(self._file, at, length, os.POSIX_FADV_WILLNEED)
+
     def read(self, memory: memoryview, at: int) -> None:
         """Fill memory from an offset on, through the page cache.
 
@@ -210,15 +222,23 @@ class Buffer:
 class OpenFiles:
     """The files of one checkpoint, open while they are needed. Thread-safe.
 
+    Args:
+        checkpoint: its directory.
+        is_shared: tells of a range of a file whether another process reads it at about the same
+            time; it is then read through the page cache.
+
     Attributes:
         failed: names of files that could not be read.
         read_bytes: how much was read of all of them.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(
+        self, checkpoint: Path, is_shared: Callable[[str, int, int], bool] = lambda *_: False
+    ) -> None:
         self.failed: set[str] = set()
         self.read_bytes = 0
         self._checkpoint = checkpoint
+        self._is_shared = is_shared
         self._lock = threading.Lock()
         self._open: dict[str, DataFile] = {}
         """The least recently used first."""
@@ -244,6 +264,17 @@ class OpenFiles:
             for each in idle[:-IDLE_FILES_MAX]:
                 self._open.pop(each).close()
 
+    def is_cached(self, name: str, file: DataFile, begin: int, end: int) -> bool:
+        """Tell whether a range is to be read through the page cache: it is there, or on its way
+        for others, too.
+        """
+        if file.is_cached(begin, end):
+            return True
+        if not self._is_shared(name, begin, end):
+            return False
+        file.bring(begin, end)
+        return True
+
     def count(self, nbytes: int) -> None:
         """Note that so much was read."""
         with self._lock:
@@ -256,7 +287,7 @@ class OpenFiles:
             file = self.get(name)
             begin = at // PAGE_BYTES * PAGE_BYTES
             buffer = Buffer(at + length - begin)
-            if file.is_cached(begin, at + length):
+            if self.is_cached(name, file, begin, at + length):
                 file.read(buffer.view[: at + length - begin], begin)
             else:
                 file.read_past_cache(buffer.view, begin, at + length - begin)

@@ -69,6 +69,4 @@ class Fetched:
     unchecked: list[str] = field(default_factory=list)
     """Keys of what was read and has no checksum."""
     read_bytes: int = 0
-    """How much was read from files by this rank."""
-    taken_bytes: int = 0
-    """How much other ranks of the node have read for this one."""
+    """How much was read from files, past the page cache or through it."""

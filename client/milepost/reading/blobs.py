@@ -28,6 +28,7 @@ from milepost.errors import CorruptCheckpoint, listed
 from milepost.fetching.checksums import KnownChecksums
 from milepost.fetching.fetch import fetch
 from milepost.fetching.index import CheckpointIndex, Destination
+from milepost.fetching.neighbours import Neighbours
 from milepost.fetching.requests import Fetched, ObjectRead, TensorRead
 
 log = logging.getLogger("milepost")
@@ -35,6 +36,10 @@ log = logging.getLogger("milepost")
 
 class BlobReader(Protocol):
     """Reads what is wanted of one checkpoint."""
+
+    def expect(self, keys: Sequence[str], destinations: Sequence[Destination]) -> None:
+        """Be told all that will be asked for, before any rank asks for anything."""
+        ...
 
     def objects(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Return the serialised objects under these keys."""
@@ -52,16 +57,37 @@ class FetchReader:
         checkpoint: its directory.
         index: what `read_index` has read there.
         is_checked: compare checksums.
+        neighbours: the ranks with which it shares what it reads.
 
     Raises CorruptCheckpoint for what is damaged, naming files and keys, and what of the memory was
     written to before that was found.
     """
 
-    def __init__(self, checkpoint: Path, index: CheckpointIndex, *, is_checked: bool) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        index: CheckpointIndex,
+        *,
+        is_checked: bool,
+        neighbours: Neighbours,
+    ) -> None:
         self._checkpoint = checkpoint
         self._index = index
         self._checksums = KnownChecksums(index.manifest)
         self._is_checked = is_checked
+        self._neighbours = neighbours
+
+    def expect(self, keys: Sequence[str], destinations: Sequence[Destination]) -> None:
+        """See `BlobReader`."""
+        if self._neighbours.are_possible:
+            objects, tensors = (
+                self._index.object_reads(keys),
+                self._index.tensor_reads(destinations),
+            )
+            self._neighbours.tell([*objects, *tensors], self._is_in_parts)
+
+    def _is_in_parts(self, file: str) -> bool:
+        return not self._is_checked or self._checksums.stretches(file) is not None
 
     def objects(self, keys: Sequence[str]) -> dict[str, bytes]:
         """See `BlobReader`."""
@@ -73,8 +99,14 @@ class FetchReader:
         self._fetch(self._index.tensor_reads(destinations), [])
 
     def _fetch(self, tensors: Sequence[TensorRead], objects: Sequence[ObjectRead]) -> Fetched:
+        self._neighbours.listen()
         found = fetch(
-            self._checkpoint, tensors, objects, self._checksums, is_checked=self._is_checked
+            self._checkpoint,
+            tensors,
+            objects,
+            self._checksums,
+            is_checked=self._is_checked,
+            neighbours=self._neighbours,
         )
         return settled(self._checkpoint, tensors, found)
 
@@ -127,6 +159,9 @@ class TorchReader:
         self._reader = FileSystemReader(checkpoint)
         self._reader.set_up_storage_reader(metadata, is_coordinator=False)
         self._described = metadata.state_dict_metadata
+
+    def expect(self, keys: Sequence[str], destinations: Sequence[Destination]) -> None:
+        """See `BlobReader`."""
 
     def objects(self, keys: Sequence[str]) -> dict[str, bytes]:
         """See `BlobReader`."""

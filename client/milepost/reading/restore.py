@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from milepost.errors import CorruptCheckpoint, LoadFailed, MilepostError, listed
 from milepost.fetching.index import Destination, read_index
+from milepost.fetching.neighbours import Neighbours
 from milepost.link.rendezvous import Group
 from milepost.reading.blobs import BlobReader, FetchReader, TorchReader, damaged
 from milepost.reading.destinations import destinations_of
@@ -108,10 +109,11 @@ def load_checkpoint(
     """
     started_s = time.monotonic()
     verdicts = Verdicts(group, topic, timeout_s)
-    load = _Load(checkpoint, options, group.rank)
-    verdicts.share("wanted", lambda: load.prepare(state))
-    verdicts.share("objects", load.read_objects)
-    verdicts.share("tensors", load.read_tensors)
+    with Neighbours(group, topic, checkpoint) as neighbours:
+        load = _Load(checkpoint, options, group.rank, neighbours)
+        verdicts.share("wanted", lambda: load.prepare(state))
+        verdicts.share("objects", load.read_objects)
+        verdicts.share("tensors", load.read_tensors)
     verdicts.share("handed", load.hand_over)
     found = load.match
     ranks = range(group.world)
@@ -163,10 +165,13 @@ class _Load:
     template: Template
     match: Match
 
-    def __init__(self, checkpoint: Path, options: LoadOptions, rank: int) -> None:
+    def __init__(
+        self, checkpoint: Path, options: LoadOptions, rank: int, neighbours: Neighbours
+    ) -> None:
         self._checkpoint = checkpoint
         self._options = options
         self._rank = rank
+        self._neighbours = neighbours
         self._is_whole = False
         self._direct: list[Destination] = []
         """Filled where they are."""
@@ -202,8 +207,15 @@ class _Load:
         self._reader = (
             TorchReader(self._checkpoint, metadata)
             if index.is_transformed
-            else FetchReader(self._checkpoint, index, is_checked=self._options.verify)
+            else FetchReader(
+                self._checkpoint,
+                index,
+                is_checked=self._options.verify,
+                neighbours=self._neighbours,
+            )
         )
+        keys, scratch = list(self.match.objects), [box for box, _ in self._checked]
+        self._reading(lambda: self._reader.expect(keys, [*scratch, *self._direct]))
 
     def _check(self) -> None:
         """Raise LoadFailed with all that does not fit."""
