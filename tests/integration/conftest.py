@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.alone import make_environment
 from tests.integration.cluster import Node, nodes
 
 
@@ -35,6 +36,12 @@ def module_folder() -> Iterator[Path]:
     """A folder that the tests of a module share, for one run of ranks that many of them look at."""
     with _short_folder() as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that holds milepost and what it requires, and nothing else."""
+    return make_environment(tmp_path_factory.mktemp("alone") / "env")
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""Every block of code on a page for people runs: each page in a folder and run directory of its
-own.
+"""Every block of code on a page for people runs in an environment that `pip install .` has made,
+without the packages of the tests: each page in a folder and run directory of its own.
 
 `python` blocks run as scripts (under the name their first line gives, `# train.py`, so that later
 blocks can use them), `sh` blocks in bash, both in the order of the page. A block that must not run
@@ -13,7 +13,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -71,11 +70,15 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made, ignore_errors=True)
 
 
-def _run(command: list[str], folder: Path) -> str:
-    private = {name: value for name, value in os.environ.items() if not name.startswith("MILEPOST")}
+def _run(command: list[str], folder: Path, alone: Path) -> str:
+    private = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MILEPOST", "PYTHON"))
+    }
     private |= {
         "XDG_RUNTIME_DIR": str(folder / "run"),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{alone.parent}:{os.environ['PATH']}",
         "MILEPOSTD_LINGER_S": "60",
         "OMP_NUM_THREADS": "1",
     }
@@ -89,12 +92,12 @@ def _run(command: list[str], folder: Path) -> str:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", PAGES)
-def test_the_code_blocks_of_a_page_run(page: str, folder: Path) -> None:
+def test_the_code_blocks_of_a_page_run(page: str, folder: Path, alone: Path) -> None:
     blocks = [block for block in _blocks(page) if block.language and not block.why_not]
     for number, block in enumerate(blocks):
         assert block.language in ("python", "sh"), f"{page} has a block of {block.language!r}"
         if block.language == "sh":
-            printed = _run(["bash", "-euo", "pipefail", "-c", block.code], folder)
+            printed = _run(["bash", "-euo", "pipefail", "-c", block.code], folder, alone)
             promised = re.findall(r"^torchrun .*#\s(.+)$", block.code, re.MULTILINE)
             assert promised == [line for line in printed.splitlines() if line in promised], printed
             continue
@@ -102,7 +105,7 @@ def test_the_code_blocks_of_a_page_run(page: str, folder: Path) -> None:
         script = folder / "work" / (named[1] if named else f"block{number}.py")
         script.write_text(block.code)
         if "torchrun" not in block.code.splitlines()[0]:
-            _run([sys.executable, script.name], folder)
+            _run([str(alone), script.name], folder, alone)
 
 
 def test_the_readme_shows_saving_resuming_looking_and_the_daemon() -> None:

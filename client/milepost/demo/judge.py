@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -59,7 +60,8 @@ def load(path: Path, mesh: DeviceMesh) -> dict[str, Any]:
             )
         else:
             state[key] = torch.zeros((), dtype=entry.properties.dtype)
-    dcp.load(state, checkpoint_id=path)
+    # torch needs numpy for ranks that read together; without it, each rank reads its own shards.
+    dcp.load(state, checkpoint_id=path, no_dist=find_spec("numpy") is None)
     return state
 
 

@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import sys
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -60,6 +61,8 @@ def answer_requests(
 def main() -> None:
     """Serve the daemon that started this process, until it closes the pipe or dies."""
     logs.setup("auto", "warning")
+    # torch does without numpy, and says so amid the lines of the log; nothing here needs it.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     # A signal to the whole process group is for the daemon to handle: it needs this process while
     # it drains. This process ends when stdin ends, which happens even if the daemon is killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
