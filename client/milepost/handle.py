@@ -138,6 +138,11 @@ class Save:
         assert isinstance(error, SaveFailed)
         return error
 
+    @property
+    def failed_rank(self) -> int:
+        """The rank because of which it is no checkpoint; -1: none, or not known."""
+        return -1 if self._cause is None else self._cause.rank
+
     # --- for the Checkpointer
 
     def await_end(self, timeout_s: float | None) -> None:

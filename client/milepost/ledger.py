@@ -219,9 +219,20 @@ class Ledger(Generic[H]):
 
     # --- what this rank does
 
-    def name_save(self, step: int, name: str, *, is_plan_only: bool = False) -> SaveRef:
+    def name_save(
+        self,
+        step: int,
+        name: str,
+        *,
+        is_plan_only: bool = False,
+        place: str = "",
+        overwrite: bool = True,
+    ) -> SaveRef:
         """Give the next save its names. They are the same on all ranks, without a message, since
         each rank counts its calls.
+
+        overwrite: below a root the caller has refused names that must not be replaced. A name that
+        is still taken belongs to an abandoned step, or may be overwritten.
         """
         self._count += 1
         return SaveRef(
@@ -229,10 +240,9 @@ class Ledger(Generic[H]):
             save_id=f"{self._attempt}-{self._count}",
             step=step,
             name=name,
-            # The caller has refused names that must not be replaced. A name that is still taken
-            # belongs to an abandoned step, or may be overwritten.
-            overwrite=True,
+            overwrite=overwrite,
             is_plan_only=is_plan_only,
+            place=place,
         )
 
     def open(self, ref: SaveRef, handle: H) -> Sequence[Decision[H]]:

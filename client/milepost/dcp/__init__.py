@@ -19,8 +19,10 @@ import torch.distributed.checkpoint as _stock
 
 from milepost.dcp.loading import load
 from milepost.dcp.reader import Reader
+from milepost.dcp.saving import async_save, save
+from milepost.dcp.writer import Writer
 
-__all__ = ["Reader", "load"]
+__all__ = ["Reader", "Writer", "async_save", "load", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -523,13 +523,15 @@ class _Unpickler(pickle.Unpickler):
         return found
 
 
-def read_metadata(path: Path, *, allow_pickle: bool = False) -> Metadata:
+def read_metadata(path: Path, *, allow_pickle: bool = False, data: bytes | None = None) -> Metadata:
     """Read a checkpoint's index: its directory's `.metadata`, or the file itself if `path` is that,
     or one of those that torch writes for each rank where the ranks save without one another.
 
     Runs no code that the file names, unless `allow_pickle` says so; classes that
     `torch.serialization.add_safe_globals` was told are known, too. Any torch since 2.0 may have
     written it; fields that its version did not have are absent or None.
+
+    data: what the file held, if it was read before.
 
     Raises:
         LoadFailed: `not-found` if there is no index, `permission` or `io-error` if it cannot be
@@ -541,8 +543,12 @@ def read_metadata(path: Path, *, allow_pickle: bool = False) -> Metadata:
     file = path if is_file else path / METADATA_NAME
     file_bytes = 0
     try:
-        with file.open("rb") as stream, collector_paused():
-            file_bytes = os.fstat(stream.fileno()).st_size
+        with (
+            file.open("rb") if data is None else io.BytesIO(data) as stream,
+            collector_paused(),
+        ):
+            file_bytes = stream.seek(0, os.SEEK_END)
+            stream.seek(0)
             unpickler = pickle.Unpickler if allow_pickle else _Unpickler
             metadata = unpickler(stream).load()
         problem = form_problem(metadata)

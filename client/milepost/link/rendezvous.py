@@ -39,7 +39,9 @@ MEET_S: Final = 300.0
 LATE_S: Final = 5.0
 """How long a rank waits before the log names the ranks that have not come."""
 
-ACTS: Final = {"meet": "Checkpointer()", "load": "load()", "claim": "save()"}
+ACTS: Final = {
+    "meet": "Checkpointer()", "load": "load()", "claim": "save()", "dcp": "milepost.dcp.save()",
+}  # fmt: skip
 """The call that the ranks have made, by the first part of a topic."""
 
 
@@ -219,6 +221,7 @@ def meet(
     me: Introduction,
     claim: Callable[[], tuple[str, int]],
     timeout_s: float = MEET_S,
+    topic: str = "meet",
 ) -> Meeting:
     """Introduce this rank, and return where the others are.
 
@@ -228,6 +231,7 @@ def meet(
         claim: claims the next attempt number of the root, and returns the job's name on the wire
             and this number; called on rank 0 only.
         timeout_s: how long to wait for the others.
+        topic: names the meeting among all of the group's store.
 
     Raises:
         UsageError: ranks disagree about root, job or torch version; names both.
@@ -237,7 +241,7 @@ def meet(
     def answer() -> bytes:
         said = [
             msgspec.convert(msgpack.unpackb(data), Introduction)
-            for data in gather(group, "meet", _pack(me), timeout_s)
+            for data in gather(group, topic, _pack(me), timeout_s)
         ]
         _check_agreement(said)
         cohort: dict[NodeRef, int] = {}
@@ -245,9 +249,9 @@ def meet(
         return _pack(Meeting(tuple(cohort), node_of_rank, *claim()))
 
     if group.rank != 0:
-        gather(group, "meet", _pack(me), timeout_s)
+        gather(group, topic, _pack(me), timeout_s)
     # Rank 0 may wait all of `timeout_s` for a late rank before it answers.
-    told = tell_all(group, "meet", answer, timeout_s + 30)
+    told = tell_all(group, topic, answer, timeout_s + 30)
     return msgspec.convert(msgpack.unpackb(told), Meeting)
 
 

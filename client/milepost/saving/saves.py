@@ -105,10 +105,20 @@ class Saves:
 
     # --- what a call does
 
-    def open(self, step: int, name: str, *, is_plan_only: bool = False) -> tuple[SaveRef, Save]:
+    def open(
+        self,
+        step: int,
+        name: str,
+        *,
+        is_plan_only: bool = False,
+        place: str = "",
+        overwrite: bool = True,
+    ) -> tuple[SaveRef, Save]:
         """Name the next save and open it, so that messages about it reach its handle."""
         with self.changed:
-            ref = self._ledger.name_save(step, name, is_plan_only=is_plan_only)
+            ref = self._ledger.name_save(
+                step, name, is_plan_only=is_plan_only, place=place, overwrite=overwrite
+            )
         save = Save(step, name, ref.save_id, lambda: self._session.send(AbortWanted(save=ref)))
         self._decide(lambda ledger: ledger.open(ref, save))
         return ref, save

@@ -103,6 +103,11 @@ class Slots:
             )
         return True
 
+    def await_none(self) -> None:
+        """Wait until no save holds a slot. Raises Rejected("busy")."""
+        if not self._wait(lambda: not self._held, "earlier images to be written"):
+            raise Rejected("busy", f"earlier images are still read after {self._timeout_s:g} s")
+
     def lay_out(
         self,
         items: Items,

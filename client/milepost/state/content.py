@@ -28,6 +28,7 @@ from milepost.state.watching import watching_steps
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+    from torch.distributed.checkpoint.metadata import StorageMeta
     from torch.distributed.checkpoint.planner import SavePlanner
 
     from milepost.link.rendezvous import Group
@@ -67,6 +68,10 @@ class ContentReader:
         # A rank that is alone has nothing to compare with.
         self._check_replicas = check_replicas if group.world > 1 else "off"
         self._place = (group.world, group.rank)
+        # A plan that gives replicas to the lowest rank is another plan.
+        self._told: tuple[object, ...] = (
+            (*self._place, "lowest") if wants_lowest_rank(planner) else self._place
+        )
         self._has_read = False
         self._fingerprints = Fingerprints()
         self._exchange: PlannerExchange | None = None
@@ -85,6 +90,7 @@ class ContentReader:
         state: Mapping[str, Any],
         per_rank: Mapping[str, Any] | None,
         ensure: Callable[[], None],
+        storage_meta: StorageMeta | None = None,
     ) -> Content:
         """List what the state holds.
 
@@ -106,7 +112,7 @@ class ContentReader:
             with watch:
                 flat, paths = flatten(with_per_rank(state, per_rank, rank))
             items = collect(flat, paths)
-            return Content(items, self._fingerprints.take(items, self._place), None, None)
+            return Content(items, self._fingerprints.take(items, self._told), None, None)
         assert self._planner is not None
         try:
             ensure()
@@ -116,9 +122,9 @@ class ContentReader:
             # The other ranks are about to plan together. They must not wait for this rank.
             self._exchange.refuse(save_id, f"before it could plan, raised {error!r}")
             raise
-        final = self._exchange.plan(nested, save_id)
+        final = self._exchange.plan(nested, save_id, storage_meta)
         resolved = resolve(final.plan, self._planner)
-        structure = self._fingerprints.take(resolved.items, (*self._place, final.plan_id))
+        structure = self._fingerprints.take(resolved.items, (*self._told, final.plan_id))
         return Content(resolved.items, structure, resolved.objects, final)
 
     def offer(self, content: Content, *, is_still: bool = True) -> tuple[Offer, dict[int, bytes]]:

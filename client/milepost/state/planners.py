@@ -18,6 +18,7 @@ utils.py (2.13).
 from __future__ import annotations
 
 import hashlib
+import inspect
 import io
 import pickle
 from contextlib import suppress
@@ -160,7 +161,7 @@ class PlannerExchange:
         planner = self._planner
 
         def create_local() -> tuple[SavePlan, tuple[object, ...]]:
-            planner.set_up_planner(dict(state_dict), storage_meta, self._rank == 0)
+            self._set_up(dict(state_dict), storage_meta)
             plan = planner.create_local_plan()
             return plan, _signature(plan)
 
@@ -191,6 +192,14 @@ class PlannerExchange:
         if made[0].usable:
             self._signature = made[1]
         return FinalPlan(final, self._metadata, self._plan_id)
+
+    def _set_up(self, state_dict: dict[Any, Any], storage_meta: StorageMeta | None) -> None:
+        """Call `set_up_planner`, also one of before torch 2.3, which had no `storage_meta`."""
+        is_first = self._rank == 0
+        if "storage_meta" in inspect.signature(self._planner.set_up_planner).parameters:
+            self._planner.set_up_planner(state_dict, storage_meta, is_first)
+        else:
+            self._planner.set_up_planner(state_dict, is_first)  # type: ignore[arg-type]
 
     def refuse(self, exchange_id: str, fault: str) -> None:
         """Take part in a save's first round only to say that this rank cannot go on.
