@@ -26,6 +26,7 @@ from milepost.concurrency.turns import Turn, in_turn
 from milepost.concurrency.waiting import check_timeout
 from milepost.errors import MilepostError, Rejected, UsageError
 from milepost.handle import Save
+from milepost.ledger import count_of
 from milepost.link.connection import fetch_status
 from milepost.link.preemption import PreemptionFlag
 from milepost.link.rendezvous import Group, Introduction, Meeting, join_group
@@ -413,15 +414,19 @@ class Checkpointer:
     def _stage(self, ref: SaveRef, save: Save, content: Content, filling: Filling) -> None:
         """Copy the state into a slot, or begin to."""
         started_s = time.monotonic()
-        is_planned = self._saves.plan_of(content.structure) is not None
+        plan = self._saves.plan_of(content.structure)
         with self._saves.slots.at_work(lambda: self._saves.is_over(ref)) as stager:
             placed = self._planning.put_in_force(ref, save, content)
             if placed is None:
                 return
             slot, planned_s = self._saves.slots.take(), time.monotonic()
             listener = Handover(self._saves, ref, save)
-            is_complete = filling.fill(stager, slot, ref, placed.objects, listener)
-        if not is_planned:
+            number = count_of(ref.save_id)
+            # A plan that was made just now has compared everything.
+            due = () if plan is None else plan.rota.due_in(number)
+            digests = self._reader.digests(placed, due, number)
+            is_complete = filling.fill(stager, slot, ref, placed.objects, listener, digests)
+        if plan is None:
             copied_s = time.monotonic() - planned_s if is_complete else None
             self._first_save.paid(planned_s - started_s, copied_s)
         self._first_save.pass_by()

@@ -23,6 +23,7 @@ from milepost.wire.messages import (
     SaveRef,
     SlotFreed,
 )
+from milepost.wire.replicas import Rota
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +50,8 @@ class KnownPlan(NamedTuple):
 
     layout_id: str
     assigned: tuple[int, ...]
+    rota: Rota = Rota()
+    """When its replicas are compared."""
 
 
 # --- decisions ----------------------------------------------------------------------------------
@@ -401,14 +404,16 @@ class Ledger(Generic[H]):
 
     def _keep_early(self, save_id: str, outcome: Ending, cause: Cause) -> None:
         """Note how a save ended for which this rank has not called `save()` yet."""
-        if _count_of(save_id) <= self._count:
+        if count_of(save_id) <= self._count:
             return
         self._early_ends[save_id] = (outcome, cause)
         while len(self._early_ends) > EARLY_ENDS_MAX:
             del self._early_ends[next(iter(self._early_ends))]
 
 
-def _count_of(save_id: str) -> int:
-    """Return the second part of `<attempt>-<count>`. The count goes on from attempt to attempt."""
+def count_of(save_id: str) -> int:
+    """Return a save's number, the same on all ranks: the second part of `<attempt>-<count>`. It
+    goes on from attempt to attempt.
+    """
     count = save_id.rpartition("-")[2]
     return int(count) if count.isdecimal() else 0

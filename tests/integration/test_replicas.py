@@ -57,6 +57,17 @@ def grid(rank: int) -> dict[str, Any]:
     return {"equal shard": same, "shard": other}
 
 
+DRIFTING = ("t0", "t33", "t69", "large")
+SAVES_MAX = 3
+"""As many saves as compare all of `drift`: half a MiB, a quarter of one in each, an odd number."""
+
+
+def drift(rank: int) -> dict[str, Any]:
+    """Many tensors and an object, and something that every rank has of its own."""
+    state: dict[str, Any] = {f"t{i}": ramp(1024) for i in range(70)}
+    return state | {"large": ramp(MIB).view(16, -1), "object": {"seed": 0}, f"own {rank}": ramp(64)}
+
+
 PLANNED: dict[str, Callable[[int], dict[str, Any]]] = {
     "equal": equal,
     "16 KiB": lambda rank: {"t": changed(ramp(16 << 10), rank)},
@@ -78,6 +89,8 @@ class Seen(NamedTuple):
     """The code of a failure; "": committed."""
     left: list[str]
     """What stands in the root of the saves that are to fail."""
+    kept: list[str]
+    """What stands in the root where replicas have drifted apart for a while."""
 
 
 def compare(rank: Rank) -> Seen:
@@ -106,6 +119,27 @@ def compare(rank: Rank) -> Seen:
             # Keys of its own for each, since a key is told once.
             save(ck, step, name, {name: make(number)})
         save(ck, 50, "once more", {"more": 1, "object": PLANNED["object"](number)})
+    with opened(rank, "drift", deadline_s=60.0) as ck:
+        drifting = drift(number)
+        for step in range(4):
+            save(ck, step, f"drift {step}", drifting)
+        for key in DRIFTING:
+            if number == 1:
+                drifting[key][1:3] += 1
+        drifting["object"] = {"seed": number == 1}
+        for step in range(4, 4 + SAVES_MAX):
+            save(ck, step, f"drift {step}", drifting)
+    with opened(rank, "drift_raise", check_replicas="raise") as ck:
+        drifting = {"t": ramp(MIB), "u": ramp(16)}
+        save(ck, 1, "before", drifting)
+        drifting["t"][:] += number == 1
+        save(ck, 2, "found", drifting)
+        save(ck, 3, "found again", drifting)
+        drifting["t"][:] = 3
+        save(ck, 4, "mended", drifting)
+        dist.barrier()
+        kept = sorted(each for each in os.listdir(ck.root) if not each.startswith("."))
+        dist.barrier()
     with opened(rank, "raise", check_replicas="raise") as ck:
         save(ck, 1, "refused", {"w": torch.ones(3), "rng": number})
         save(ck, 2, "refused again", {"w": torch.ones(3), "rng": number})
@@ -116,7 +150,7 @@ def compare(rank: Rank) -> Seen:
     with opened(rank, "off", check_replicas="off") as ck:
         save(ck, 1, "off", {"rng": number})
     logging.getLogger("milepost").removeHandler(records)
-    return Seen(warnings, outcomes, left)
+    return Seen(warnings, outcomes, left, kept)
 
 
 class Run(NamedTuple):
@@ -191,6 +225,26 @@ def test_a_save_whose_replicas_must_not_differ_fails_on_every_rank_and_leaves_no
         assert [] == rank.left
         assert "" == rank.outcomes["allowed"]
         assert [] == rank.warnings["allowed"]
+
+
+def test_replicas_that_drift_apart_are_told_within_so_many_saves_once(run: Run) -> None:
+    said = run.ranks[0].warnings
+    assert [] == [text for step in range(4) for text in said[f"drift {step}"]]
+    after = [text for step in range(4, 4 + SAVES_MAX) for text in said[f"drift {step}"]]
+    assert len(DRIFTING) + 1 == len(after)
+    for key in (*DRIFTING, "object.seed"):
+        (warning,) = [text for text in after if f"key '{key}' " in text]
+        assert f"differs by rank, {_ranks(run, 1)};" in warning
+        assert "per_rank={...}" in warning
+    assert {""} == {run.ranks[0].outcomes[f"drift {step}"] for step in range(4 + SAVES_MAX)}
+
+
+def test_where_they_must_not_differ_no_save_is_published_while_they_do(run: Run) -> None:
+    for rank in run.ranks:
+        names = ("before", "found", "found again", "mended")
+        codes = ["", "replicas-differ", "replicas-differ", ""]
+        assert codes == [rank.outcomes[name] for name in names]
+        assert ["before", "latest", "mended"] == rank.kept
 
 
 def test_nothing_is_compared_where_that_is_off(run: Run) -> None:

@@ -47,6 +47,8 @@ class FragmentFile(msgspec.Struct, frozen=True, kw_only=True):
     stretches: bytes = b""
     """CRC-32 of each stretch of `STRETCH_BYTES`, of which the last may be shorter, by `pack_crcs`;
     empty: not known."""
+    digests: bytes = b""
+    """Of the rank's replicas that are due, in the file or not: as the rank has packed them."""
 
 
 class Fragment(msgspec.Struct, frozen=True, kw_only=True):

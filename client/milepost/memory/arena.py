@@ -33,6 +33,7 @@ from milepost.errors import Rejected
 from milepost.format.layout import PAGE_BYTES, align
 from milepost.memory import pages
 from milepost.storage.refusals import storage_error
+from milepost.wire.replicas import DIGESTS_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,16 +78,18 @@ class SlotRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the image in use."""
     objects: tuple[tuple[int, int, int], ...] = ()
     """(item of the offer, offset in the image, length) of each serialised object."""
+    digests: bytes = b""
+    """Of the replicas that are due, by `milepost.wire.replicas.pack_digests`."""
     place: str = ""
     """As in `SaveRef`."""
     overwrite: bool = True
 
 
 def record_bytes(objects: int) -> int:
-    """Return the size of a record area that is enough for this many objects, and for the longest
-    names that milepost accepts.
+    """Return the size of a record area that is enough for this many objects, for the longest names
+    that milepost accepts, and for the digests of a save.
     """
-    return 2 * PAGE_BYTES + 30 * objects
+    return 2 * PAGE_BYTES + 30 * objects + DIGESTS_BYTES_MAX
 
 
 class _Shape(NamedTuple):
@@ -142,7 +145,7 @@ class Slot:
         """
         if record.image_bytes > len(self.image):
             raise AssertionError(f"{record.image_bytes} bytes staged in {len(self.image)}")
-        data: bytes = msgpack.packb(msgspec.to_builtins(record))
+        data: bytes = msgpack.packb(msgspec.to_builtins(record, builtin_types=(bytes,)))
         if _DATA_AT + len(data) > len(self._control):
             raise self._invalid(f"record of {len(data)} bytes in {len(self._control)}")
         _RECORD.pack_into(self._control, _RECORD_AT, len(data), isal_zlib.crc32(data))
@@ -160,7 +163,9 @@ class Slot:
         if len(data) != length or isal_zlib.crc32(data) != crc:
             raise self._invalid("damaged record")
         try:
-            record = msgspec.convert(msgpack.unpackb(data, use_list=False), SlotRecord)
+            record = msgspec.convert(
+                msgpack.unpackb(data, use_list=False), SlotRecord, builtin_types=(bytes,)
+            )
         except (ValueError, msgspec.ValidationError) as error:
             raise self._invalid(f"malformed record: {error}") from error
         if not 0 <= record.image_bytes <= len(self.image) or any(

@@ -15,6 +15,7 @@ from milepost.link.session import JOIN_S
 from milepost.wire.causes import error_of
 from milepost.wire.messages import Offered
 from milepost.wire.offers import encode_offer, unpack_assigned
+from milepost.wire.replicas import unpack_rota
 
 if TYPE_CHECKING:
     from milepost.handle import Save
@@ -104,7 +105,7 @@ class Planning:
         for warning in ready.warnings if self._is_first else ():
             log.warning("%s", error_of(warning, MilepostError))
         assigned = tuple(unpack_assigned(ready.assigned, len(content.items)))
-        plan = KnownPlan(ready.layout_id, assigned)
+        plan = KnownPlan(ready.layout_id, assigned, unpack_rota(ready.rota))
         self._lay_out(ref, content, plan)
         self._saves.keep_plan(content.structure, plan)
         return None if self._saves.is_over(ref) else content

@@ -29,6 +29,7 @@ from milepost.ledger import (
     Ledger,
     LoseArena,
 )
+from milepost.wire.causes import error_of
 from milepost.wire.messages import (
     AbortWanted,
     Cause,
@@ -287,6 +288,8 @@ class Saves:
         for decision in decisions:
             match decision:
                 case EndCommitted(save, ref, message):
+                    for warning in message.warnings if self._rank == 0 else ():
+                        log.warning("%s", error_of(warning, MilepostError))
                     path, size = Path(message.path), message.checkpoint_bytes
                     save.commit(Checkpoint(ref.step, path, size, message.elapsed_s))
                 case EndUncommitted(save, ref, outcome, cause, is_logged):

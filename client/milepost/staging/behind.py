@@ -62,6 +62,7 @@ class BehindFilling(Filling):
         save: SaveRef,
         objects: Mapping[int, bytes] | None,
         listener: Listener,
+        digests: Callable[[], bytes] = bytes,
     ) -> bool:
         """See `Filling.fill`; the image is completed by the copy's thread."""
         items, division = self._items, self._staging.division
@@ -71,7 +72,7 @@ class BehindFilling(Filling):
             """On the copy's thread."""
             if error is None:
                 try:
-                    image = stager.seal(slot, save, placed)
+                    image = stager.seal(slot, save, placed, digests())
                 except Exception as caught:
                     error = SaveFailed("internal", f"the image could not be sealed: {caught!r}")
                 else:

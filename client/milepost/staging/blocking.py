@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from milepost.staging.strategy import Filling, Listener, Staging
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from milepost.memory.arena import Slot
     from milepost.staging.stager import Stager
@@ -31,9 +31,10 @@ class BlockingFilling(Filling):
         save: SaveRef,
         objects: Mapping[int, bytes] | None,
         listener: Listener,
+        digests: Callable[[], bytes] = bytes,
     ) -> bool:
         """See `Filling.fill`; the image is always complete."""
-        listener.staged(stager.stage(slot, save, self._items, objects=objects))
+        listener.staged(stager.stage(slot, save, self._items, objects=objects, digests=digests))
         return True
 
 

@@ -39,7 +39,7 @@ from milepost.staging.pinning import Pinner, default_pinner
 from milepost.state.offering import serialise_objects
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from milepost.state.items import Items
@@ -245,12 +245,14 @@ class Stager:
         items: Items,
         *,
         objects: Mapping[int, bytes] | None = None,
+        digests: Callable[[], bytes] = bytes,
     ) -> StagedImage:
         """Fill the slot with this save's values and seal it; on return the state may change.
 
         Writes the objects first, then makes one pass of copies. On return all copies from devices
         have ended. If the objects do not fit, a larger arena replaces this one, one of its slots is
         used, and the given slot stays free. `objects` are those already serialised for this save.
+        `digests` is called after the copies (see `Filling.fill`).
 
         Raises:
             UsageError: "unpicklable"; the slot stays free.
@@ -261,7 +263,7 @@ class Stager:
         try:
             layout = self._generation_of(slot).layout
             self.copy(slot, items, range(len(layout.tensors.items)))
-            return self.seal(slot, save, placed)
+            return self.seal(slot, save, placed, digests())
         except BaseException:
             slot.release()
             raise
@@ -350,7 +352,9 @@ class Stager:
         if gathering.alone:
             yield gathering.rest(pairs.into, pairs.out_of)
 
-    def seal(self, slot: Slot, save: SaveRef, placed: ObjectPlaces) -> StagedImage:
+    def seal(
+        self, slot: Slot, save: SaveRef, placed: ObjectPlaces, digests: bytes = b""
+    ) -> StagedImage:
         """Declare the image complete. `placed` is what `begin` returned."""
         current = self._generation_of(slot)
         layout = current.layout
@@ -367,6 +371,7 @@ class Stager:
             layout_id=layout.layout_id,
             image_bytes=end if layout.tensors.items or placed else 0,
             objects=placed,
+            digests=digests,
             place=save.place,
             overwrite=save.overwrite,
         )

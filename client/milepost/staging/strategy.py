@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from milepost.errors import MilepostError
     from milepost.memory.arena import Slot
@@ -46,6 +46,7 @@ class Filling(ABC):
         save: SaveRef,
         objects: Mapping[int, bytes] | None,
         listener: Listener,
+        digests: Callable[[], bytes] = bytes,
     ) -> bool:
         """Copy the state into a free slot of the layout in force.
 
@@ -55,6 +56,7 @@ class Filling(ABC):
             save: the save that the image belongs to.
             objects: those already serialised for this save, by item.
             listener: hears of the end exactly once, unless this call raises.
+            digests: returns what the image's record says of replicas; called once all is copied.
 
         Returns whether the image is complete; if not, the listener hears of it later.
         Raises the same as `Stager.stage`; the slot is free then.

@@ -7,10 +7,11 @@ Knows states and planners; nothing of daemons, arenas or slots. One thread at a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from milepost.state.collecting import collect
+from milepost.state.digests import TensorDigests, plain_digest
 from milepost.state.fingerprint import Fingerprints
 from milepost.state.flattening import call_stateful, flatten, with_per_rank
 from milepost.state.items import Items
@@ -25,6 +26,8 @@ from milepost.state.planners import (
     wants_lowest_rank,
 )
 from milepost.state.watching import watching_steps
+from milepost.wire.offers import Kind
+from milepost.wire.replicas import pack_digests
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -126,6 +129,24 @@ class ContentReader:
         resolved = resolve(final.plan, self._planner)
         structure = self._fingerprints.take(resolved.items, (*self._told, final.plan_id))
         return Content(resolved.items, structure, resolved.objects, final)
+
+    def digests(self, content: Content, due: Sequence[int], number: int) -> Callable[[], bytes]:
+        """Read the replicas that are due in the save of this number. Returns what gives their
+        digests, packed, once a device is done with them; it keeps nothing of the state.
+
+        Objects that are no plain data are left out.
+        """
+        if not due or self._check_replicas == "off":
+            return bytes
+        items = content.items
+        tensors = TensorDigests(items, due, number)
+        objects = {
+            item: digest
+            for item in due
+            if items.kinds[item] == Kind.OBJECT
+            and (digest := plain_digest(items.sources[item])) is not None
+        }
+        return lambda: pack_digests(tensors.get() | objects)
 
     def offer(self, content: Content, *, is_still: bool = True) -> tuple[Offer, dict[int, bytes]]:
         """Return the offer, and all objects serialised. Raises UsageError("unpicklable").

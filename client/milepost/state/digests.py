@@ -8,6 +8,7 @@ saves.
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, Protocol
@@ -19,6 +20,8 @@ from milepost.dcp_format.container import DTYPE_NAMES
 from milepost.format.layout import align
 from milepost.state.items import Items
 from milepost.wire.offers import Kind
+
+log = logging.getLogger("milepost")
 
 WHOLE_BYTES_MAX: Final = 64 << 10
 """Tensors up to this size are read whole."""
@@ -175,30 +178,37 @@ class _Batch:
         self.reads.append(_Read(item, at, nbytes))
         # Every element type then begins at a multiple of its size.
         self.end = align(at + nbytes, 16)
-        if not is_whole:
-            sample = _Sample.of(count, itemsize, moved)
-            parts = sample.blocks_of(source) if source.is_contiguous() else [sample.picked(source)]
-        elif source.is_contiguous():
-            parts = [source.as_strided((count,), (1,))]
-        else:
+        if is_whole and source.is_contiguous():
+            # By far the most.
+            self.into.append(self._as(source.dtype).as_strided((count,), (1,), at // itemsize))
+            self.out_of.append(source.as_strided((count,), (1,)))
+            return True
+        if is_whole:
             bits = _BITS.get(itemsize)
             parts = [source if bits is None else source.view(bits)]
+        else:
+            sample = _Sample.of(count, itemsize, moved)
+            parts = sample.blocks_of(source) if source.is_contiguous() else [sample.picked(source)]
         for part in parts:
-            dtype = part.dtype
-            typed = self._typed.get(dtype)
-            if typed is None:
-                typed = self._typed[dtype] = self._memory.view(dtype)
-            target = typed.as_strided((part.numel(),), (1,), at // part.itemsize)
-            self.into.append(target if part.dim() == 1 else target.view(part.shape))
+            target = self._as(part.dtype).as_strided((part.numel(),), (1,), at // part.itemsize)
+            self.into.append(target.view(part.shape))
             self.out_of.append(part)
             at += part.nbytes
         return True
+
+    def _as(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the memory as elements of this type."""
+        typed = self._typed.get(dtype)
+        if typed is None:
+            typed = self._typed[dtype] = self._memory.view(dtype)
+        return typed
 
 
 class TensorDigests:
     """The digests of some tensors as they are now; those of a device are there a little later.
 
-    Takes memory beside the tensors: `DEVICE_SCRATCH_BYTES` on a device. Waits for a device only if
+    Takes memory beside the tensors: `DEVICE_SCRATCH_BYTES` on a device; where there is not so much,
+    its tensors have no digests, and the log says so. Waits for a device only if
     more than that is read of it. About 4 us an item, and the reading.
 
     Args:
@@ -225,21 +235,33 @@ class TensorDigests:
                 by_device.setdefault(items.sources[item].device, []).append(item)
         with torch.no_grad():
             for device, found in by_device.items():
-                scratch = make_scratch(device)
-                batch = _Batch(scratch.memory)
-                for item in found:
-                    source = items.sources[item]
-                    if not batch.add(item, source, moved):
-                        self._read(device, scratch, batch)
-                        batch = _Batch(scratch.memory)
-                        batch.add(item, source, moved)
-                self._read(device, scratch, batch)
+                try:
+                    self._read_all(items, found, moved, device, make_scratch(device))
+                except torch.OutOfMemoryError as error:
+                    log.warning("replicas on %s are not compared this time: %s", device, error)
 
     def get(self) -> dict[int, int]:
         """Return the digests by item. Waits until each device has passed what was read of it."""
         for device in list(self._fetched):
             self._take(device)
         return self._digests
+
+    def _read_all(
+        self,
+        items: Items,
+        chosen: Iterable[int],
+        moved: int,
+        device: torch.device,
+        scratch: Scratch,
+    ) -> None:
+        batch = _Batch(scratch.memory)
+        for item in chosen:
+            source = items.sources[item]
+            if not batch.add(item, source, moved):
+                self._read(device, scratch, batch)
+                batch = _Batch(scratch.memory)
+                batch.add(item, source, moved)
+        self._read(device, scratch, batch)
 
     def _read(self, device: torch.device, scratch: Scratch, batch: _Batch) -> None:
         self._take(device)

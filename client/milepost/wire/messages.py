@@ -241,6 +241,8 @@ class LayoutReady(Message, frozen=True):
     """Bit i (little-endian within each byte) is set if the rank has to stage item i of its
     offer."""
     warnings: tuple[Cause, ...] = ()
+    rota: bytes = b""
+    """When its replicas are compared, by `milepost.wire.replicas.pack_rota`."""
 
 
 class Progress(Message, frozen=True):
@@ -264,6 +266,7 @@ class Concluded(Message, frozen=True):
     slot_free: bool = True
     """False: the daemon still reads the image, since the save failed while it was being written;
     `SlotFreed` follows."""
+    warnings: tuple[Cause, ...] = ()
 
 
 class SlotFreed(Message, frozen=True):
@@ -313,11 +316,12 @@ class RankReport(msgspec.Struct, frozen=True):
 
 
 class RankLayout(msgspec.Struct, frozen=True):
-    """What one rank was assigned."""
+    """What one rank was assigned, and when its replicas are compared; see `LayoutReady`."""
 
     rank: int
     layout_id: str
     assigned: bytes
+    rota: bytes = b""
 
 
 class Gathered(Message, frozen=True):
@@ -377,6 +381,7 @@ class Outcome(Message, frozen=True):
     """Wall clock of the coordinator when it was published, milliseconds since 1970."""
     cause: Cause | None = None
     layout_valid: bool = True
+    warnings: tuple[Cause, ...] = ()
 
 
 class WordWanted(Message, frozen=True):

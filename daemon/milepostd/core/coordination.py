@@ -76,6 +76,8 @@ class Coordination(Role):
         self.prepared: dict[str, Prepared] = {}
         self.failure: Fail | None = None
         self.checkpoint_bytes = 0
+        self.warnings: tuple[Cause, ...] = ()
+        """What the index has found."""
 
     def open(self) -> list[Command]:
         """Start the timers."""
@@ -278,7 +280,14 @@ class Coordination(Role):
         if not self.move(Trigger.INDEX_BUILT):
             return []
         self.checkpoint_bytes = event.checkpoint_bytes
-        return [Publish(save=self.save, root=self.job.root, until_ns=self.deadline_at_ns())]
+        self.warnings = event.warnings
+        return [
+            *(
+                Log(level="warning", event="save.warned", save=self.save, cause=warning)
+                for warning in event.warnings
+            ),
+            Publish(save=self.save, root=self.job.root, until_ns=self.deadline_at_ns()),
+        ]
 
     def _published(self, event: Published) -> list[Command]:
         """Tell all nodes that the save is a checkpoint."""
@@ -291,6 +300,7 @@ class Coordination(Role):
                 path=event.path,
                 checkpoint_bytes=self.checkpoint_bytes,
                 at_ms=event.at_ms,
+                warnings=self.warnings,
             )
         )
 
@@ -314,6 +324,7 @@ class Coordination(Role):
                     outcome=Ending.COMMITTED,
                     path=event.path,
                     checkpoint_bytes=self.checkpoint_bytes,
+                    warnings=self.warnings,
                 )
             case Fate.ABORTED:
                 return failed_outcome(self.failure)

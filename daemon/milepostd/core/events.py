@@ -154,6 +154,7 @@ class IndexBuilt(Event, frozen=True):
 
     save: SaveRef
     checkpoint_bytes: int
+    warnings: tuple[Cause, ...] = ()
 
 
 class IndexFailed(Event, frozen=True):

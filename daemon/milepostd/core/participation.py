@@ -302,6 +302,7 @@ class Participation(Role):
                     layout_id=layout.layout_id,
                     assigned=layout.assigned,
                     warnings=message.warnings,
+                    rota=layout.rota,
                 ),
             )
         if self.save.is_plan_only and self.move(Trigger.PLAN_SUFFICES):
@@ -461,6 +462,7 @@ class Participation(Role):
             cause=verdict.cause,
             layout_valid=verdict.layout_valid,
             slot_free=rank not in self.writing,
+            warnings=verdict.warnings,
         )
         return self._reply(rank, concluded)
 

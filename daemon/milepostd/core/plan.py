@@ -14,7 +14,7 @@ _dedup_save_plans.py (2.13).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -22,7 +22,7 @@ from milepost.format.tiling import BOUNDS, check_tiling
 from milepost.wire.messages import Cause
 from milepost.wire.offers import Box, Kind, Offer
 from milepostd.core.causes import LISTED_MAX, and_more, show_ranks
-from milepostd.core.replicas import Differences, is_refused
+from milepostd.core.replicas import Differences, Rotas, is_refused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,11 +50,14 @@ class Plan:
         tensor exactly once and hold each object once. They differ from `assigned` only where
         several fixed ranks have staged the same.
     differences: replicas that differ.
+    rotas: when the replicas of each rank that is not fixed are compared in later saves, packed. No
+        part of what the plan is: a plan of what is staged has none.
     """
 
     assigned: dict[int, list[int]]
     counted: dict[int, list[int]]
     differences: Differences
+    rotas: dict[int, bytes] = field(compare=False)
 
 
 class PlanRefused(Exception):
@@ -266,6 +269,7 @@ def _assign(
     to_lowest_rank = any(offers[rank].to_lowest_rank for rank in ranks)
     load_of = loads.__getitem__
     differences = Differences()
+    rotas = Rotas(ranks)
     shared.sort(key=lambda entry: entry[0], reverse=True)
     for weight, key, candidates in shared:
         holders = candidates[::2]
@@ -273,13 +277,15 @@ def _assign(
         counted[rank].append(candidates[2 * holders.index(rank) + 1])
         loads[rank] += weight
         _compare(offers, key, candidates, rank, differences)
+        rotas.take(candidates, weight)
     if differences and is_refused(offers.values()):
         raise PlanRefused(differences.refusal())
 
     for items in counted.values():
         items.sort()
     assigned = {rank: sorted(fixed[rank]) if rank in fixed else counted[rank] for rank in ranks}
-    return Plan(assigned, counted, differences)
+    counts = {rank: len(offers[rank].keys) for rank in ranks if rank not in fixed}
+    return Plan(assigned, counted, differences, rotas.packed(counts))
 
 
 def _compare(
@@ -323,7 +329,7 @@ def _take_as_is(
                     "the SavePlanner's create_global_plan must leave each item to one rank",
                 )
             writers[place] = rank
-    return Plan(assigned, assigned, Differences())
+    return Plan(assigned, assigned, Differences(), {})
 
 
 def _refusal(code: str, message: str, hint: str = "") -> PlanRefused:

@@ -54,7 +54,9 @@ class Plans:
         await self._faults.at("after-metadata", save)
         if isinstance(built, Cause):
             return built
-        return IndexBuilt(save=save, checkpoint_bytes=built.checkpoint_bytes)
+        return IndexBuilt(
+            save=save, checkpoint_bytes=built.checkpoint_bytes, warnings=built.warnings
+        )
 
     async def start(self) -> None:
         """Start the planner's process ahead of time."""

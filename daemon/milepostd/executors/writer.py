@@ -98,7 +98,13 @@ def _write(
         raise invalid_arena(arena, f"layout names bytes outside the {record.image_bytes} staged")
     if not record.image_bytes:
         return FragmentFile(
-            rank=record.rank, layout_id=layout_id, file="", file_bytes=0, crcs=(), objects=()
+            rank=record.rank,
+            layout_id=layout_id,
+            file="",
+            file_bytes=0,
+            crcs=(),
+            objects=(),
+            digests=record.digests,
         )
     file_bytes = align(record.image_bytes, PAGE_BYTES)
     with staged.image[:file_bytes] as image:
@@ -130,6 +136,7 @@ def _write(
         crcs=tuple(sums.containers),
         stretches=pack_crcs(sums.stretches),
         objects=objects,
+        digests=record.digests,
     )
 
 

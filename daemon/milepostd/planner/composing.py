@@ -22,10 +22,11 @@ from milepost.format import manifest
 from milepost.format.layout import place
 from milepost.format.nesting import merge_nestings
 from milepost.storage.homes import home_of
-from milepost.wire.messages import Cause
+from milepost.wire.messages import Cause, SaveRef
 from milepost.wire.offers import Kind, Offer, decode_offer
+from milepostd.core.job import save_order
 from milepostd.core.plan import PlanRefused, make_plan
-from milepostd.core.replicas import Differences
+from milepostd.core.replicas import Differences, compare_digests, is_refused
 from milepostd.planner import fragments
 from milepostd.planner.frames import (
     AnyAnswer,
@@ -176,6 +177,10 @@ class Composer:
             for report in sorted(request.reports, key=lambda report: report.rank)
             if not report.layout_id
         )
+        made = tuple(
+            msgspec.structs.replace(layout, rota=plan.rotas.get(layout.rank, b""))
+            for layout in made
+        )
         self._layouts.prune(request.job)
         # The first save with this plan asks for this composition. Composing it again from the
         # layouts would give the same.
@@ -186,7 +191,7 @@ class Composer:
         return PlanReady(call=request.call, layouts=made, warnings=warnings)
 
     def index(self, request: IndexWanted) -> IndexReady:
-        """Write `.milepost`, then `.metadata`, durably.
+        """Compare the replicas that are due; then write `.milepost`, then `.metadata`, durably.
 
         Raises:
             RequestRefused, PlanRefused, MilepostError: it cannot be written.
@@ -206,6 +211,7 @@ class Composer:
                 raise
             return built
         composition = self._compose(request)
+        warnings = self._compare(save, composition, files)
         objects = {
             rank: {item: (at, length) for item, at, length, _ in file.objects}
             for rank, file in files.items()
@@ -224,7 +230,24 @@ class Composer:
         for name, data in parts.items():
             home.write_file(directory / name, data)
         total = sum(file.file_bytes for file in files.values()) + sum(map(len, parts.values()))
-        return IndexReady(call=request.call, checkpoint_bytes=total)
+        return IndexReady(call=request.call, checkpoint_bytes=total, warnings=warnings)
+
+    def _compare(
+        self,
+        save: SaveRef,
+        composition: _Composition,
+        files: Mapping[int, manifest.FragmentFile],
+    ) -> tuple[Cause, ...]:
+        """Return a warning for each key whose replicas differ, if it was not told before.
+
+        Raises RequestRefused if a rank does not allow any.
+        """
+        digests = {rank: file.digests for rank, file in files.items()}
+        found = compare_digests(composition.offers, digests, composition.counted)
+        if found and is_refused(composition.offers.values()):
+            raise RequestRefused(found.refusal())
+        attempt, _ = save_order(save)
+        return self._tell(save.job, attempt, found)
 
     def _tell(self, job: str, attempt: int, found: Differences) -> tuple[Cause, ...]:
         """Return a warning for each key of which this attempt has heard nothing yet."""

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from milepost.wire.offers import Box, Kind, Offer
+from milepost.wire.replicas import unpack_rota
 from milepostd.core.causes import LISTED_MAX
 from milepostd.core.plan import PlanRefused, make_plan
 
@@ -298,6 +299,23 @@ def test_replicas_that_are_equal_are_not_refused() -> None:
     )
 
     assert not plan.differences
+
+
+def test_replicas_get_a_turn_and_what_one_rank_alone_holds_gets_none() -> None:
+    plan = make_plan(offers([tensor("own", 1), tensor("t", 2)], [tensor("t", 2)], [tensor("x", 2)]))
+
+    rotas = [unpack_rota(plan.rotas[rank]) for rank in range(3)]
+
+    assert [(1,), (0,), ()] == [rota.due_in(5) for rota in rotas]
+
+
+def test_a_rank_that_has_staged_keeps_the_rota_that_it_has() -> None:
+    same = [tensor("a", 4), tensor("b", 4)]
+
+    plan = make_plan(offers(same, same, same), {1: [0]})
+
+    assert {0, 2} == set(plan.rotas)
+    assert [(1,), (1,)] == [unpack_rota(plan.rotas[rank]).due_in(0) for rank in (0, 2)]
 
 
 # --- what is staged already -------------------------------------------------------------------

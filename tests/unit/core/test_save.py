@@ -46,7 +46,16 @@ from milepostd.core.commands import (
     WriteImage,
 )
 from milepostd.core.coordination import Coordination
-from milepostd.core.events import FileDurable, FileFailed, PeerSaid, PlanMade, RankSaid, SessionLost
+from milepostd.core.events import (
+    FileDurable,
+    FileFailed,
+    IndexBuilt,
+    IndexFailed,
+    PeerSaid,
+    PlanMade,
+    RankSaid,
+    SessionLost,
+)
 from milepostd.core.participation import Participation
 from milepostd.core.phases import COORDINATOR, PARTICIPANT, Phase, Trigger
 from milepostd.core.role import PEER_LOST_S, RESEND_S, RESOLVE_GRACE_S, VERDICT_GRACE_S, Role
@@ -188,6 +197,49 @@ def test_warnings_of_the_planner_reach_every_rank_that_asked() -> None:
         assert [(warning,)] == [
             message.warnings for message in world.heard[rank] if isinstance(message, LayoutReady)
         ]
+
+
+def test_each_rank_gets_its_own_rota() -> None:
+    world = World((1, 1))
+    world.hold(MakePlan)
+    world.offer(SAVE)
+    world.run(1)
+    layouts = (RankLayout(0, "new", b"\1", b"\1\0"), RankLayout(1, "new", b"\1", b"\3\0"))
+    world.post("A", PlanMade(save=SAVE, layouts=layouts, warnings=()))
+    world.run()
+    for rank, rota in enumerate((b"\1\0", b"\3\0")):
+        assert [rota] == [
+            message.rota for message in world.heard[rank] if isinstance(message, LayoutReady)
+        ]
+
+
+def test_warnings_of_the_index_reach_every_rank_with_the_outcome() -> None:
+    world = World((1, 1))
+    warning = Cause("replicas-differ", "copies of w differ")
+    world.hold(BuildIndex)
+    world.stage(SAVE)
+    world.run(1)
+    world.post("A", IndexBuilt(save=SAVE, checkpoint_bytes=1, warnings=(warning,)))
+    world.run()
+    assert {"committed"} == world.outcomes(SAVE)
+    for rank in (0, 1):
+        concluded = world.concluded(rank, SAVE)
+        assert concluded is not None
+        assert (warning,) == concluded.warnings
+
+
+def test_replicas_that_must_not_differ_end_the_save_and_void_the_plan() -> None:
+    world = World((1, 1))
+    world.hold(BuildIndex)
+    world.stage(SAVE)
+    world.run(1)
+    world.post("A", IndexFailed(save=SAVE, cause=Cause("replicas-differ", "copies of w differ")))
+    world.run()
+    assert {"failed"} == world.outcomes(SAVE)
+    for rank in (0, 1):
+        concluded = world.concluded(rank, SAVE)
+        assert concluded is not None
+        assert not concluded.layout_valid
 
 
 @scenario

@@ -72,6 +72,7 @@ class Stage:
             layout_id="l-1",
             image_bytes=end,
             objects=tuple(self.objects),
+            digests=b"\1\2",
         )
         self.arena.slots[1].seal(self.record)
 
@@ -111,6 +112,7 @@ def test_the_file_is_the_image_with_true_checksums(
     counts: list[int] = []
     fragment = stage.write(on_bytes=counts.append)
     assert len(expected) == fragment.file_bytes == sum(counts)
+    assert b"\1\2" == fragment.digests
     if not size:
         assert ("", 0) == (fragment.file, fragment.file_bytes)
         assert [] == stage.files()

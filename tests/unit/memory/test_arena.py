@@ -31,6 +31,7 @@ from milepost.memory.arena import (
     find_arenas,
     record_bytes,
 )
+from milepost.wire.replicas import DIGESTS_BYTES_MAX
 
 TABLE = pack_table([TableRow(0, 0, 1000, 100, 500, 700, 900)])
 
@@ -145,6 +146,7 @@ def test_every_record_survives_the_round_trip(data: st.DataObject) -> None:
         layout_id=data.draw(text),
         image_bytes=size,
         objects=tuple(objects),
+        digests=data.draw(st.binary(max_size=DIGESTS_BYTES_MAX)),
     )
     control = memoryview(bytearray(record_bytes(len(objects))))
     slot = Slot(Path("a"), 0, control, memoryview(bytearray(5000)))
@@ -283,7 +285,7 @@ def test_a_file_system_too_small_is_an_error_with_the_numbers_before_anything_is
         create(tmp_path / "a", image_bytes=1 << 60, slots=1)
     assert "shm-too-small" == caught.value.code
     assert str(tmp_path) in caught.value.message
-    assert str((1 << 60) + 5 * PAGE_BYTES) in caught.value.message
+    assert str((1 << 60) + 7 * PAGE_BYTES) in caught.value.message
     assert "MILEPOST_SHM_DIR" in caught.value.hint
     assert [] == list(tmp_path.iterdir())
 

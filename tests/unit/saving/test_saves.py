@@ -64,9 +64,9 @@ class FakeSlot:
 class Bench:
     """The saves of rank 1, with real slots over no stager."""
 
-    def __init__(self, *, is_raising: bool = False) -> None:
+    def __init__(self, *, is_raising: bool = False, rank: int = 1) -> None:
         self.session = FakeSession()
-        self.saves = Saves(cast("Session", self.session), 1, is_raising=is_raising)
+        self.saves = Saves(cast("Session", self.session), rank, is_raising=is_raising)
         self.slots = Slots(
             cast("Any", None), self.saves.changed, count=2, timeout_s=END_S, who="rank 1"
         )
@@ -181,6 +181,25 @@ def test_a_save_that_cannot_be_completed_is_told_with_the_place_and_logged(
     assert [save] == bench.saves.take_failures()
     with pytest.raises(SaveFailed, match="rank 1 could not stage: KeyError"):
         save.wait(0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_the_daemon_warns_of_is_logged_by_the_first_rank(
+    caplog: pytest.LogCaptureFixture, rank: int
+) -> None:
+    bench = Bench(rank=rank)
+    ref, save = bench.saves.open(10, "step_10")
+    bench.saves.heard(
+        Concluded(
+            save_id=ref.save_id,
+            outcome=Ending.COMMITTED,
+            warnings=(Cause("replicas-differ", "copies of w differ", "do this"),),
+        )
+    )
+    assert save.done()
+    assert (
+        ["copies of w differ [replicas-differ]\nhint: do this"] if rank == 0 else []
+    ) == caplog.messages
 
 
 def test_an_error_that_the_caller_raises_is_not_logged_too(

@@ -49,6 +49,7 @@ class Bench:
         self.errors: list[MilepostError | None] = []
         self.waited_s: list[float] = []
         self.slot: Slot | None = None
+        self.said_on: list[threading.Thread] = []
         self.keys: list[str] = []
 
     # --- as the staging's listener
@@ -61,6 +62,10 @@ class Bench:
 
     def waited(self, waited_s: float) -> None:
         self.waited_s.append(waited_s)
+
+    def say(self) -> bytes:
+        self.said_on.append(threading.current_thread())
+        return b"said"
 
     # --- as a Checkpointer
 
@@ -94,7 +99,7 @@ class Bench:
         assert isinstance(filling, BehindFilling)
         chosen = layout.tensors.items
         split = self.staging.division.split(filling._selection, items, chosen)
-        assert not filling.fill(self.stager, self.slot, ref, None, self)
+        assert not filling.fill(self.stager, self.slot, ref, None, self, self.say)
         return {
             kind: [self.keys[position] for position in positions]
             for kind, positions in split._asdict().items()
@@ -207,6 +212,19 @@ def test_parameters_and_optimizer_state_are_copied_late_and_all_else_at_once(
     assert torch.equal(parameters[1], image["model.p1"])
     assert torch.equal(optimizer.state[parameters[0]]["exp_avg"], image["optimizer.0.exp_avg"])
     assert torch.equal(torch.ones(3), image["buffer"])
+
+
+def test_what_a_copied_image_says_of_replicas_is_asked_for_on_the_copys_thread(
+    bench: MakeBench,
+) -> None:
+    model = nn.Linear(3, 3)
+    run = bench(torch.optim.SGD(model.parameters()))
+    run.save(model.state_dict())
+    run.image()
+    assert run.slot is not None
+    assert b"said" == run.slot.record().digests
+    (thread,) = run.said_on
+    assert thread is not threading.current_thread()
 
 
 def test_a_learning_rate_that_is_a_tensor_is_copied_at_once(bench: MakeBench) -> None:

@@ -45,8 +45,9 @@ def test_an_image_is_complete_when_its_filling_returns(
     staging.arm()
     filling = staging.choose(items)
     filling.prepare(stager)
-    assert filling.fill(stager, stager.slots[0], SAVE, None, heard)
+    assert filling.fill(stager, stager.slots[0], SAVE, None, heard, lambda: b"said")
     (image,) = heard.images
+    assert b"said" == image.slot.record().digests
     assert image.slot is stager.slots[0]
     assert SAVE.save_id == image.slot.record().save_id
     target = stager.targets(image.slot)[0]

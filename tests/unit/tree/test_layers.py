@@ -45,6 +45,7 @@ CORE_MAY_IMPORT = {
     "milepost.storage.fate",
     "milepost.wire.offers",
     "milepost.wire.messages",
+    "milepost.wire.replicas",
     "msgspec",
     "types",
     "typing",
