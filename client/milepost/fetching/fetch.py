@@ -68,9 +68,12 @@ def fetch(
     torch raises for memory that cannot be copied to.
     """
     files = OpenFiles(checkpoint, neighbours.is_shared) if neighbours else OpenFiles(checkpoint)
-    return _Fetch(
-        checkpoint, list(tensors), list(objects), checksums, is_checked, threads, streams_of, files
-    ).run()
+    # Many small objects are made that all go when this returns.
+    with collector_paused():
+        return _Fetch(
+            checkpoint, list(tensors), list(objects), checksums, is_checked, threads, streams_of,
+            files,
+        ).run()  # fmt: skip
 
 
 class _Fetch:
@@ -107,11 +110,6 @@ class _Fetch:
 
     def run(self) -> Fetched:
         """See `fetch`."""
-        # Many small objects are made that all go when this returns.
-        with collector_paused():
-            return self._run()
-
-    def _run(self) -> Fetched:
         result, filling = self._result, self._filling
         self._devices.open(read.memory.device for read in self._tensors)
         try:

@@ -25,7 +25,9 @@ def destinations_of(
     """
     items, faults = sort_out(tensors, {})
     found = [
-        Destination(key, tuple(offsets) if kind != Kind.OBJECT else (0,) * source.dim(), source)
+        Destination(
+            key, tuple(offsets) if kind != Kind.OBJECT else (0,) * source.dim(), source.detach()
+        )
         for key, kind, source, offsets in zip(
             items.keys, items.kinds, items.sources, items.offsets, strict=True
         )
@@ -35,7 +37,7 @@ def destinations_of(
         value = tensors[key]
         # Subclasses with operations of their own may be copied to, which is all that torch asks.
         if sort_of(type(value)) is Sort.REFUSED:
-            found.append(Destination(key, (0,) * value.dim(), value))
+            found.append(Destination(key, (0,) * value.dim(), value.detach()))
         else:
             refused.append((key, text))
-    return [each._replace(memory=each.memory.detach()) for each in found], refused
+    return found, refused

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from milepost.concurrency.collector import collector_paused
 from milepost.errors import CorruptCheckpoint, LoadFailed, MilepostError, listed
 from milepost.fetching.index import Destination, read_index
 from milepost.fetching.neighbours import Neighbours
@@ -187,6 +188,12 @@ class _Load:
         self._is_whole = state is None
         # First of all, since a `state_dict()` may talk to the other ranks.
         self.template = read_template({} if state is None else state)
+        # What is made for each key stays until the load is over.
+        with collector_paused():
+            self._decide()
+
+    def _decide(self) -> None:
+        """Hold the template against the index."""
         index = read_index(self._checkpoint, allow_pickle=self._options.allow_pickle)
         if self._options.verify and index.damage:
             raise damaged(self._checkpoint, index.damage)
@@ -202,8 +209,11 @@ class _Load:
         boxes, refused = destinations_of(self.match.tensors)
         self.match.others += [f"{key!r}: {text}" for key, text in refused]
         self._check()
-        for box in boxes:
-            self._place(box, metadata)
+        if self.match.casts:
+            for box in boxes:
+                self._place(box, metadata)
+        else:
+            self._direct = boxes
         self._reader = (
             TorchReader(self._checkpoint, metadata)
             if index.is_transformed
@@ -288,7 +298,8 @@ class _Load:
 
         Raises LoadFailed, CorruptCheckpoint; then some may be filled, others not.
         """
-        self._reading(lambda: self._reader.fill(self._direct))
+        with collector_paused():
+            self._reading(lambda: self._reader.fill(self._direct))
         template, found = self.template, self.match
         for box, memory in self._checked:
             memory.copy_(box.memory)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from milepost.concurrency.collector import collector_paused
 from milepost.errors import LoadFailed, UsageError
 from milepost.state.flattening import (
     LEAF,
@@ -86,7 +87,8 @@ def read_template(state: Any) -> Template:
     stateful = [name for name in sorted(roots, key=str) if roots[name] is not state[name]]
     template = Template(state, roots, stateful=stateful)
     try:
-        count = _walk(roots.items(), False, roots, "", (), template)
+        with collector_paused():
+            count = _walk(roots.items(), False, roots, "", (), template, {})
     except RecursionError as error:
         raise UsageError(
             "usage", "the state contains itself, or is nested too deeply", "pass a finite state"
@@ -119,13 +121,20 @@ def _walk(
     prefix: str,
     path: Path,
     template: Template,
+    forms: dict[type, int],
 ) -> int:
-    """Add all that is below `holder`; return how many leaves that are."""
+    """Add all that is below `holder`; return how many leaves that are.
+
+    forms: of the classes that were met so far, filled.
+    """
     count = 0
     for name, value in entries:
         part = name if is_list or type(name) is str else str(name)
         key = f"{prefix}{part}"
-        form = form_of(type(value))
+        cls = type(value)
+        form = forms.get(cls, -1)
+        if form < 0:
+            form = forms[cls] = form_of(cls)
         if form == LEAF or (form == LIST and not is_traversed(value)):
             leaf = Leaf(key, (*path, part), holder, name, value)
             if isinstance(value, torch.Tensor) and value.device.type == "meta":
@@ -138,7 +147,7 @@ def _walk(
         branch = Branch(key, (*path, part), holder, name, value, first, first)
         template.branches.append(branch)
         inner = enumerate(value) if form == LIST else value.items()
-        count += _walk(inner, form == LIST, value, f"{key}.", branch.path, template)
+        count += _walk(inner, form == LIST, value, f"{key}.", branch.path, template, forms)
         template.branches[at] = branch._replace(end=len(template.leaves))
     return count
 
