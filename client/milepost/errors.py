@@ -30,7 +30,7 @@ CODES: Final[dict[str, str]] = {
     "root-not-shared": "two nodes do not see the same files under the root",
     "root-locked": "another job uses this root",
     "attempt-superseded": "a newer attempt of the job has started",
-    "rank-missing": "a rank did not take part in the save in time",
+    "rank-missing": "a rank did not take part in time, or has ended",
     "node-missing": "a node did not take part in the save in time",
     "save-mismatch": "ranks disagree about which save this is",
     "structure-changed": "the structure changed on some ranks only; the save cannot be completed",

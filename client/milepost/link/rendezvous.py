@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -38,6 +38,9 @@ MEET_S: Final = 300.0
 
 LATE_S: Final = 5.0
 """How long a rank waits before the log names the ranks that have not come."""
+
+LOOK_S: Final = 1.0
+"""How often a rank that waits looks whether the others are still there."""
 
 ACTS: Final = {
     "meet": "Checkpointer()", "load": "load()", "claim": "save()", "dcp": "milepost.dcp.save()",
@@ -121,10 +124,19 @@ def _pack(value: Any) -> bytes:
     return packed
 
 
-def gather(group: Group, topic: str, value: bytes, timeout_s: float) -> list[bytes]:
+def gather(
+    group: Group,
+    topic: str,
+    value: bytes,
+    timeout_s: float,
+    has_ended: Callable[[int], bool] | None = None,
+) -> list[bytes]:
     """Send a value from every rank to rank 0. Returns all values in rank order there, [] elsewhere.
 
-    Raises Unavailable("rank-missing") on rank 0, naming the ranks that said nothing in time.
+    has_ended: tells whether a rank will not come any more; None: nobody knows.
+
+    Raises Unavailable("rank-missing") on rank 0, naming the ranks that said nothing in time, or
+    have ended.
     """
     if group.store is None:
         return [value]
@@ -133,21 +145,24 @@ def gather(group: Group, topic: str, value: bytes, timeout_s: float) -> list[byt
         return []
     store = group.store
     until_s = time.monotonic() + timeout_s
-    wait_s = min(LATE_S, timeout_s)
+    warn_s = time.monotonic() + min(LATE_S, timeout_s)
     missing = list(range(group.world))
     while True:
         # Give all missing ranks one pause, so that a warning names only ranks that are late.
-        pause_until_s = time.monotonic() + wait_s
+        pause_until_s = min(warn_s, time.monotonic() + LOOK_S) if has_ended else warn_s
         missing = [
             rank
             for rank in missing
             if not _has_come(store, f"{topic}/{rank}", max(0.001, pause_until_s - time.monotonic()))
         ]
-        left_s = until_s - time.monotonic()
-        if not missing or left_s <= 0:
+        now_s = time.monotonic()
+        if not missing or now_s >= until_s:
             break
-        _warn_of_missing(topic, missing, group.world, timeout_s)
-        wait_s = min(4 * LATE_S, left_s)
+        if has_ended is not None:
+            _check_presence(store, {rank: f"{topic}/{rank}" for rank in missing}, has_ended)
+        if now_s >= warn_s:
+            _warn_of_missing(topic, missing, group.world, timeout_s)
+            warn_s = now_s + min(4 * LATE_S, until_s - now_s)
     if missing:
         raise Unavailable(
             "rank-missing",
@@ -158,6 +173,23 @@ def gather(group: Group, topic: str, value: bytes, timeout_s: float) -> list[byt
     return [store.get(f"{topic}/{rank}") for rank in range(group.world)]
 
 
+def _check_presence(
+    store: Store, missing: Mapping[int, str], has_ended: Callable[[int], bool]
+) -> None:
+    """Raise Unavailable if ranks have ended without saying what they were to say, each under its
+    key.
+    """
+    ended = [rank for rank in missing if has_ended(rank)]
+    # What one has said just before it ended counts.
+    ended = [rank for rank in ended if not store.check([missing[rank]])]
+    if ended:
+        raise Unavailable(
+            "rank-missing",
+            f"rank {listed(ended)} ended while others waited for it",
+            "look at their output: they were killed, or have crashed",
+        )
+
+
 def _warn_of_missing(topic: str, missing: Sequence[int], world: int, timeout_s: float) -> None:
     act = ACTS.get(topic.partition("/")[0], topic)
     log.warning(
@@ -166,10 +198,19 @@ def _warn_of_missing(topic: str, missing: Sequence[int], world: int, timeout_s: 
     )  # fmt: skip
 
 
-def tell_all(group: Group, topic: str, make: Callable[[], bytes], timeout_s: float) -> bytes:
+def tell_all(
+    group: Group,
+    topic: str,
+    make: Callable[[], bytes],
+    timeout_s: float,
+    has_ended: Callable[[int], bool] | None = None,
+) -> bytes:
     """Let rank 0 make a value, and return it on every rank. An error of `make` is raised on all.
 
-    Raises Unavailable("rank-missing") on the other ranks if rank 0 does not answer in time.
+    has_ended: tells whether a rank will not answer any more; None: nobody knows.
+
+    Raises Unavailable("rank-missing") on the other ranks if rank 0 does not answer in time, or has
+    ended.
     """
     if group.store is None:
         return make()
@@ -188,11 +229,16 @@ def tell_all(group: Group, topic: str, make: Callable[[], bytes], timeout_s: flo
             raise
         group.store.set(key, b"=" + answer)
         return answer
-    first_s = min(LATE_S, timeout_s)
-    if not _has_come(group.store, key, first_s):
-        _warn_of_missing(topic, [0], group.world, timeout_s)
-        if not _has_come(group.store, key, max(0.001, timeout_s - first_s)):
+    until_s = time.monotonic() + timeout_s
+    warn_s = time.monotonic() + min(LATE_S, timeout_s)
+    while not _has_come(group.store, key, max(0.001, min(LOOK_S, until_s - time.monotonic()))):
+        if time.monotonic() >= until_s:
             raise Unavailable("rank-missing", f"rank 0 did not answer within {timeout_s:g} s")
+        if has_ended is not None:
+            _check_presence(group.store, {0: key}, has_ended)
+        if time.monotonic() >= warn_s:
+            _warn_of_missing(topic, [0], group.world, timeout_s)
+            warn_s = until_s
     answer = group.store.get(key)
     if answer[:1] == b"=":
         return answer[1:]

@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgpack
 
 from milepost.errors import CorruptCheckpoint, LoadFailed, MilepostError, UsageError
+from milepost.link.presence import Presence
 from milepost.link.rendezvous import Group, gather, tell_all
 
 _Result = TypeVar("_Result")
@@ -34,6 +35,7 @@ class Verdicts:
         self._group = group
         self._topic = topic
         self._timeout_s = timeout_s
+        self._has_ended = Presence(group, topic).has_ended
 
     def share(self, step: str, act: Callable[[], _Result]) -> _Result:
         """Do a step; return its result once every rank has done it.
@@ -65,11 +67,14 @@ class Verdicts:
         group = self._group
         if group.rank:
             gather(group, topic, _packed(fault), self._timeout_s)
-            tell_all(group, topic, bytes, self._timeout_s + 30)
+            tell_all(group, topic, bytes, self._timeout_s + 30, self._has_ended)
             return
-        tell_all(
-            group, topic, lambda: _judge(gather(group, topic, _packed(fault), self._timeout_s)), 0
-        )
+
+        def judge() -> bytes:
+            said = gather(group, topic, _packed(fault), self._timeout_s, self._has_ended)
+            return _judge(said)
+
+        tell_all(group, topic, judge, 0)
 
     def _leave(self, topic: str, fault: MilepostError) -> None:
         group = self._group

@@ -123,6 +123,32 @@ def test_without_rank_0_the_others_say_so() -> None:
         assert "rank 0 did not answer within 0.05 s" in str(error)
 
 
+@pytest.mark.parametrize("ended", [0, 2])
+def test_a_rank_that_has_ended_is_not_waited_for(ended: int) -> None:
+    def act(group: Group) -> Any:
+        def make() -> bytes:
+            gather(group, "t", b"", 3600, lambda rank: rank == ended)
+            return b""
+
+        if group.rank:
+            gather(group, "t", b"", 3600)
+        return tell_all(group, "t", make, 3600, lambda rank: rank == ended)
+
+    for error in together(3, act, absent=(ended,)):
+        if error is not None:
+            assert isinstance(error, Unavailable)
+            assert "rank-missing" == error.code
+            assert f"rank {ended} ended while others waited for it" in str(error)
+
+
+def test_what_a_rank_has_said_before_it_ended_counts() -> None:
+    store = dist.HashStore()
+    gather(Group(1, 2, store), "t", b"1", WAIT_S)
+    assert [b"0", b"1"] == gather(Group(0, 2, store), "t", b"0", WAIT_S, lambda _: True)
+    tell_all(Group(0, 2, store), "t", lambda: b"all", WAIT_S)
+    assert b"all" == tell_all(Group(1, 2, store), "t", bytes, WAIT_S, lambda _: True)
+
+
 def test_all_values_come_to_rank_0_in_rank_order() -> None:
     results = together(4, lambda group: gather(group, "t", b"%d" % group.rank, WAIT_S))
     assert [b"0", b"1", b"2", b"3"] == results[0]
