@@ -8,7 +8,7 @@ save reads a bounded part, and all is read again after as many saves as there ar
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -36,23 +36,20 @@ class Rota(NamedTuple):
         return self.due.get(number % self.turns, ()) if self.turns else ()
 
 
-def pack_rota(turns: int, turn_of: Mapping[int, int], count: int) -> bytes:
+def pack_rota(turns: int, turn_of: Sequence[int]) -> bytes:
     """Return a rota as bytes: two for the number of turns, and two for each item, little-endian: 0
     if it is never due, else one more than its turn.
 
     Args:
         turns: how many there are. It is made odd, so that structures that are saved in alternation
             both see all turns.
-        turn_of: by item.
-        count: how many items the rank has.
+        turn_of: of each item; -1: it is never due.
     """
-    if not turn_of:
+    if max(turn_of, default=-1) < 0:
         return b""
-    column = [0] * (count + 1)
-    column[0] = min(turns, _TURN_MAX) | 1
-    for item, turn in turn_of.items():
-        column[item + 1] = turn % column[0] + 1
-    return struct.pack(f"<{count + 1}H", *column)
+    turns = min(turns, _TURN_MAX) | 1
+    column = [turn % turns + 1 if turn >= 0 else 0 for turn in turn_of]
+    return struct.pack(f"<{1 + len(column)}H", turns, *column)
 
 
 def unpack_rota(packed: bytes) -> Rota:

@@ -269,7 +269,7 @@ def _assign(
     to_lowest_rank = any(offers[rank].to_lowest_rank for rank in ranks)
     load_of = loads.__getitem__
     differences = Differences()
-    rotas = Rotas(ranks)
+    rotas = Rotas({rank: len(offers[rank].keys) for rank in ranks if rank not in fixed})
     shared.sort(key=lambda entry: entry[0], reverse=True)
     for weight, key, candidates in shared:
         holders = candidates[::2]
@@ -284,8 +284,7 @@ def _assign(
     for items in counted.values():
         items.sort()
     assigned = {rank: sorted(fixed[rank]) if rank in fixed else counted[rank] for rank in ranks}
-    counts = {rank: len(offers[rank].keys) for rank in ranks if rank not in fixed}
-    return Plan(assigned, counted, differences, rotas.packed(counts))
+    return Plan(assigned, counted, differences, rotas.packed())
 
 
 def _compare(

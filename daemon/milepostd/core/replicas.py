@@ -104,13 +104,16 @@ class Differences:
 class Rotas:
     """Gives each place a turn, the same on all ranks that hold it, and each rank at most
     `TURN_COST_MAX` in a turn.
+
+    Args:
+        counts: how many items each rank has.
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
-        self._ends = dict.fromkeys(ranks, 0)
+    def __init__(self, counts: Mapping[int, int]) -> None:
+        self._ends = dict.fromkeys(counts, 0)
         """Where the last place of each rank ends, when all of them are laid out in a row."""
-        self._starts: dict[int, dict[int, int]] = {rank: {} for rank in self._ends}
-        """Where each of them begins, by rank and item."""
+        self._starts = {rank: [-1] * count for rank, count in counts.items()}
+        """Where each of them begins, by rank and item; -1: the rank alone holds it."""
 
     def take(self, holders: Sequence[int], weight: int) -> None:
         """Add a place.
@@ -126,16 +129,14 @@ class Rotas:
             ends[rank] = end
             self._starts[rank][item] = at
 
-    def packed(self, counts: Mapping[int, int]) -> dict[int, bytes]:
-        """Return the rotas of ranks, given how many items each of them has."""
+    def packed(self) -> dict[int, bytes]:
+        """Return the rota of each rank."""
         length = max(self._ends.values(), default=0)
         cost = min(max(-(-length // TURNS), TURN_COST_MIN), TURN_COST_MAX)
         turns = -(-length // cost)
         return {
-            rank: pack_rota(
-                turns, {item: at // cost for item, at in self._starts[rank].items()}, count
-            )
-            for rank, count in counts.items()
+            rank: pack_rota(turns, [at // cost for at in starts])  # -1 // cost is -1
+            for rank, starts in self._starts.items()
         }
 
 

@@ -74,10 +74,10 @@ def test_many_values_are_counted() -> None:
 
 def rotas_of(places: Iterable[tuple[tuple[int, ...], int]], *counts: int) -> list[Rota]:
     """The rotas of ranks that hold places, each given by rank, item, rank, item ... and bytes."""
-    rotas = Rotas(range(len(counts)))
+    rotas = Rotas(dict(enumerate(counts)))
     for holders, nbytes in places:
         rotas.take(holders, nbytes)
-    packed = rotas.packed(dict(enumerate(counts)))
+    packed = rotas.packed()
     return [unpack_rota(packed[rank]) for rank in range(len(counts))]
 
 

@@ -17,7 +17,7 @@ from milepost.wire.replicas import (
 
 
 def test_each_item_is_due_once_in_as_many_saves_as_there_are_turns() -> None:
-    rota = unpack_rota(pack_rota(3, {0: 0, 2: 1, 3: 2, 5: 1}, 7))
+    rota = unpack_rota(pack_rota(3, [0, -1, 1, 2, -1, 1, -1]))
 
     due = [rota.due_in(number) for number in range(9, 9 + rota.turns)]
 
@@ -28,7 +28,7 @@ def test_each_item_is_due_once_in_as_many_saves_as_there_are_turns() -> None:
 
 @pytest.mark.parametrize("turns", [1, 2, 3, 4, 1000])
 def test_structures_in_alternation_both_see_all_turns(turns: int) -> None:
-    rota = unpack_rota(pack_rota(turns, {item: item for item in range(turns)}, turns))
+    rota = unpack_rota(pack_rota(turns, range(turns)))
 
     for first in (0, 1):
         seen = {
@@ -40,7 +40,7 @@ def test_structures_in_alternation_both_see_all_turns(turns: int) -> None:
 
 
 def test_a_rank_that_shares_nothing_has_nothing_due() -> None:
-    assert b"" == pack_rota(5, {}, 9)
+    assert b"" == pack_rota(5, [-1] * 9)
     assert Rota() == unpack_rota(b"")
     assert () == Rota().due_in(7)
 
@@ -53,7 +53,7 @@ def test_digests_survive_the_round_trip_in_order() -> None:
 
 
 def test_no_more_is_due_in_a_save_than_its_record_has_room_for() -> None:
-    packed = pack_rota(1, dict.fromkeys(range(DUE_MAX + 9), 0), DUE_MAX + 9)
+    packed = pack_rota(1, [0] * (DUE_MAX + 9))
 
     assert DUE_MAX == len(unpack_rota(packed).due_in(0))
 
