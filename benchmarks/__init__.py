@@ -1,4 +1,4 @@
-"""What a save costs: milepost beside torch's own ways of saving, and beside the machine's floors.
+"""What saves and loads cost: milepost beside torch's own ways, and beside the machine's floors.
 
 `python -m benchmarks` runs everything and writes `bench-results.json`; `docs/performance.md` tells
 what is measured and how to read it. Each system runs in processes of its own (`trial`), all with

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
@@ -17,31 +18,73 @@ from rich.console import Console
 
 from benchmarks import plot, report
 from benchmarks.campaign import WORLDS, run
-from benchmarks.results import OURS, SYSTEMS, Options, Results, read_results, write_results
+from benchmarks.results import (
+    OUR_READERS,
+    OURS,
+    READERS,
+    SYSTEMS,
+    Options,
+    Results,
+    read_results,
+    write_results,
+)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 PLANNING = "planning"
+LOADS = "loads"
 QUICK_SIZE = 1 / 16
 WIDTH_PIPED = 240
 
-BEGIN, END = "<!-- results -->", "<!-- end of results -->"
-"""Between these lines a page holds what `--page` prints."""
+MARKS = {
+    "saves": ("<!-- results -->", "<!-- end of results -->"),
+    "loads": ("<!-- loads -->", "<!-- end of loads -->"),
+}
+"""Between such lines a page holds a section of what `--page` prints."""
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _chosen(only: list[str]) -> tuple[list[str], list[str], bool]:
-    """Return workloads, systems, and whether the planner is measured."""
-    unknown = sorted(set(only) - {*WORLDS, *SYSTEMS, PLANNING})
+class Chosen(NamedTuple):
+    """What is to be measured."""
+
+    saves: list[str]
+    """Workloads of which saves are measured."""
+    systems: list[str]
+    loads: list[str]
+    """Workloads of which loads are."""
+    readers: list[str]
+    with_planning: bool
+    with_index: bool
+
+
+def _chosen(only: list[str]) -> Chosen:
+    """Return what `--only` means.
+
+    It names families (a workload: its saves; with "loads": its loads instead), and systems; all
+    families if none, all systems if none.
+    """
+    families = (*WORLDS, PLANNING, LOADS)
+    unknown = sorted(set(only) - {*families, *SYSTEMS, *READERS})
     if unknown:
-        known = ", ".join((*WORLDS, PLANNING, *SYSTEMS))
+        known = ", ".join(dict.fromkeys((*families, *SYSTEMS, *READERS)))
         raise typer.BadParameter(f"{', '.join(unknown)}: not one of {known}", param_hint="--only")
-    systems = [system for system in SYSTEMS if system in only] or list(SYSTEMS)
-    named = [name for name in (*WORLDS, PLANNING) if name in only] or [*WORLDS, PLANNING]
-    return [name for name in named if name != PLANNING], systems, PLANNING in named
+    has_all = not set(only) & set(families)
+    systems = set(only) & {*SYSTEMS, *READERS} or {*SYSTEMS, *READERS}
+    workloads = [name for name in WORLDS if name in only]
+    with_loads = bool(has_all or LOADS in only) and bool(systems & set(READERS))
+    with_saves = has_all or (workloads and LOADS not in only)
+    return Chosen(
+        # A system that only loads is no reason to measure the floors of saving.
+        saves=(workloads or list(WORLDS)) if with_saves and systems & set(SYSTEMS) else [],
+        systems=[system for system in SYSTEMS if system in systems],
+        loads=(workloads or list(WORLDS)) if with_loads else [],
+        readers=[reader for reader in READERS if reader in systems],
+        with_planning=has_all or PLANNING in only,
+        with_index=with_loads and not workloads,
+    )
 
 
 def _read(path: Path) -> Results:
@@ -51,13 +94,18 @@ def _read(path: Path) -> Results:
         raise typer.BadParameter(f"{path}: {error}") from error
 
 
-def _fill(page: Path, text: str) -> None:
-    """Put the text between the marks of a page."""
-    before, mark, rest = page.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not mark or not end:
-        raise typer.BadParameter(f"{page} has no lines {BEGIN!r} and {END!r}", param_hint="--into")
-    page.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
+def _fill(page: Path, sections: Mapping[str, str]) -> None:
+    """Put each section between its marks of a page."""
+    held = page.read_text()
+    for name, text in sections.items():
+        begin, end = MARKS[name]
+        before, mark, rest = held.partition(begin)
+        _, other, after = rest.partition(end)
+        if not mark or not other:
+            text = f"{page} has no lines {begin!r} and {end!r}"
+            raise typer.BadParameter(text, param_hint="--into")
+        held = f"{before}{begin}\n{text}{end}{after}"
+    page.write_text(held)
 
 
 def _draw(results: Results, image: Path) -> None:
@@ -78,37 +126,39 @@ def main(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="A workload (large, small, ranks), planning, or a system; repeatable."),
+        typer.Option(
+            help="A workload (large, small, ranks), planning, loads, or a system; repeatable."
+        ),
     ] = None,
     size: Annotated[float, typer.Option(min=1e-4, max=1, help="Factor on all sizes.")] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds over all systems.")] = 3,
     saves: Annotated[int, typer.Option(min=1, help="Saves a process, after the first.")] = 4,
     idle_saves: Annotated[int, typer.Option(min=1, help="Saves without training steps.")] = 3,
     quiet_steps: Annotated[int, typer.Option(min=1, help="Steps between saves.")] = 6,
+    loads: Annotated[int, typer.Option(min=1, help="Loads a process, cold and warm each.")] = 3,
     device: Annotated[str, typer.Option(help="Where the state lies: cpu or cuda.")] = "cpu",
     quick: Annotated[bool, typer.Option(help="A sixteenth of the size, one round.")] = False,
     page: Annotated[
         Path | None, typer.Option(help="Print these results as Markdown; run nothing.")
     ] = None,
     into: Annotated[
-        Path | None, typer.Option(help=f"With --page: put it there, between {BEGIN} and {END}.")
+        Path | None, typer.Option(help="With --page: put it there, between the page's marks.")
     ] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw these results to --image; run nothing.")
     ] = None,
 ) -> None:
-    """What a save costs, beside other systems and the machine's floors."""
+    """What saves and loads cost, beside other systems and the machine's floors."""
     if page is not None:
-        text = report.page(_read(page))
         if into is None:
-            print(text, end="")
+            print(report.page(_read(page)), end="")
         else:
-            _fill(into, text)
+            _fill(into, report.sections(_read(page)))
     if picture is not None:
         _draw(_read(picture), image or picture.with_suffix(".png"))
     if page is not None or picture is not None:
         return
-    workloads, systems, with_planning = _chosen(only or [])
+    chosen = _chosen(only or [])
     if device not in ("cpu", "cuda"):
         raise typer.BadParameter(f"{device!r} is neither cpu nor cuda", param_hint="--device")
     options = Options(
@@ -117,6 +167,7 @@ def main(
         saves=2 if quick else saves,
         idle_saves=2 if quick else idle_saves,
         quiet_steps=quiet_steps,
+        loads=2 if quick else loads,
     )
     # Whoever ends it gets back what it holds: processes, shared memory, folders.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -124,9 +175,12 @@ def main(
         folder,
         options,
         device=device,
-        workloads=workloads,
-        systems=systems,
-        with_planning=with_planning,
+        workloads=chosen.saves,
+        systems=chosen.systems,
+        loads=chosen.loads,
+        readers=chosen.readers,
+        with_planning=chosen.with_planning,
+        with_index=chosen.with_index,
         say=_say,
     )
     write_results(output, results)
@@ -134,6 +188,9 @@ def main(
     Console(width=None if sys.stdout.isatty() else WIDTH_PIPED).print(report.table(results))
     ours = [
         system in measured.failures for measured in results.workloads.values() for system in OURS
+    ]
+    ours += [
+        reader in loaded.failures for loaded in results.loads.values() for reader in OUR_READERS
     ]
     if results.failures or any(ours):
         raise typer.Exit(1)

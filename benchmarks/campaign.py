@@ -10,14 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import re
 import shutil
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -25,15 +20,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import psutil
 
+from benchmarks.launching import Failed, Rank, launch
+from benchmarks.load_campaign import load_workload, read_index
 from benchmarks.planning import plan
 from benchmarks.results import (
     BARE_WRITER,
     Answer,
     Cost,
     Floors,
+    IndexRead,
+    Loaded,
     Machine,
     Measured,
     Options,
@@ -44,15 +42,6 @@ from benchmarks.results import (
     Timeline,
     spread,
 )
-from milepost.link.connection import fetch_status
-from milepost.link.embedded import is_running
-from milepost.link.run_dir import default_run_dir
-
-TRIAL_S_MAX: Final = 1200.0
-"""How long one trial may take."""
-
-DAEMON_S_MAX: Final = 20.0
-"""How long a trial's embedded daemon may take to end."""
 
 WORLDS: Final = {"large": 1, "small": 1, "ranks": 2}
 """The workloads, and how many ranks each has."""
@@ -63,10 +52,6 @@ PLANS: Final = ((64, 2000), (1024, 1000))
 PACKAGES: Final = ("milepost", "torch", "torch_checkpointing", "numpy", "isal")
 
 
-class Failed(Exception):
-    """A trial did not answer; the text holds its last lines."""
-
-
 def run(
     folder: Path,
     options: Options,
@@ -74,7 +59,10 @@ def run(
     device: str,
     workloads: Sequence[str],
     systems: Sequence[str],
+    loads: Sequence[str],
+    readers: Sequence[str],
     with_planning: bool,
+    with_index: bool,
     say: Callable[[str], None],
 ) -> Results:
     """Measure and return all that was found.
@@ -84,9 +72,12 @@ def run(
             writes there is deleted.
         options: how much of everything.
         device: where the states lie, "cpu" or "cuda".
-        workloads: which, of `WORLDS`.
-        systems: which, of `results.SYSTEMS`.
+        workloads: whose saves are measured, of `WORLDS`.
+        systems: ways of saving, of `results.SYSTEMS`.
+        loads: workloads whose loads are measured.
+        readers: ways of loading, of `results.READERS`.
         with_planning: whether the planner is measured too.
+        with_index: whether a load is measured of a checkpoint that it has planned.
         say: told what is going on.
     """
     at, load = datetime.now(UTC), os.getloadavg()[0]
@@ -102,11 +93,32 @@ def run(
                 measured[name] = _measure(name, place, options, device, systems, say)
             except Failed as error:
                 failures[name] = str(error)
+        loaded: dict[str, Loaded] = {}
+        for name in loads:
+            try:
+                loaded[name] = load_workload(
+                    name, WORLDS[name], place, options, device, readers, say
+                )
+            except Failed as error:
+                failures[f"loads of {name}"] = str(error)
         planned: list[Planned] = []
-        for ranks, tensors in PLANS if with_planning else ():
+        indexes: list[IndexRead] = []
+        for ranks, tensors in PLANS:
             fewer = max(2, round(ranks * min(1.0, options.size)))
-            say(f"planning for {fewer} ranks of {tensors} tensors")
-            planned.append(plan(place / "planning", fewer, tensors))
+            is_read = with_index and (ranks, tensors) == PLANS[-1]
+
+            def read(checkpoint: Path, ranks: int = fewer, tensors: int = tensors) -> None:
+                say(f"reading the index of {ranks} ranks of {tensors} tensors")
+                indexes.append(read_index(checkpoint, ranks, tensors))
+
+            if with_planning or is_read:
+                say(f"planning for {fewer} ranks of {tensors} tensors")
+                try:
+                    found = plan(place / "planning", fewer, tensors, read if is_read else None)
+                except Failed as error:
+                    failures["index"] = str(error)
+                else:
+                    planned += [found] if with_planning else []
     finally:
         shutil.rmtree(place, ignore_errors=True)
         if is_new:
@@ -119,6 +131,8 @@ def run(
         workloads=measured,
         failures=failures,
         planning=tuple(planned),
+        loads=loaded,
+        indexes=tuple(indexes),
     )
 
 
@@ -177,105 +191,31 @@ def _start(
     workload: str, system: str, place: Path, options: Options, device: str, batches: int
 ) -> list[Answer]:
     """Run a trial, one process a rank; return their answers. Raises Failed."""
-    world = WORLDS[workload]
     folder = Path(tempfile.mkdtemp(prefix=f"{system}-", dir=place))
-    # A socket's path must be short, and a daemon of an earlier trial must not be met.
-    short = Path(tempfile.mkdtemp(prefix="bench-"))
-    # A daemon that is ended leaves what is staged, for its next life: here there is none.
-    memory = tempfile.mkdtemp(prefix="bench-", dir="/dev/shm")
-    environment = {
-        **{key: value for key, value in os.environ.items() if not key.startswith("MILEPOST")},
-        "XDG_RUNTIME_DIR": str(short),
-        "MILEPOST_SHM_DIR": memory,
-        "MASTER_ADDR": "127.0.0.1",
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
-        ),
-    }
-    tasks = [
-        Task(
+
+    def task(rank: Rank) -> Task:
+        return Task(
             workload=workload,
             size=options.size,
             system=system,
             device=device,
-            rank=rank,
-            world=world,
+            rank=rank.rank,
+            world=rank.world,
             folder=str(folder),
-            rendezvous=str(short / "rendezvous"),
-            answer=str(short / f"answer{rank}"),
+            rendezvous=rank.rendezvous,
+            answer=rank.answer,
             batches=batches,
             quiet_steps=options.quiet_steps,
             saves=options.saves,
             idle_saves=options.idle_saves,
         )
-        for rank in range(world)
-    ]
-    log = short / "log"
-    running: list[subprocess.Popen[bytes]] = []
+
     try:
-        with log.open("ab") as output:
-            for task in tasks:
-                ranks = {"RANK": task.rank, "LOCAL_RANK": task.rank, "WORLD_SIZE": world,
-                         "LOCAL_WORLD_SIZE": world}  # fmt: skip
-                running.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "benchmarks.trial", msgspec.json.encode(task)],
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        env={**environment, **{key: str(value) for key, value in ranks.items()}},
-                    )
-                )
-        _await(running)
-        if any(process.returncode for process in running):
-            codes = [process.returncode for process in running]
-            raise Failed(f"exit codes {codes}: {_said(log.read_text(errors='replace'))}")
-        return [msgspec.json.decode(Path(task.answer).read_bytes(), type=Answer) for task in tasks]
+        return launch("benchmarks.trial", WORLDS[workload], task, Answer)
     finally:
-        for process in running:
-            process.kill()
-            process.wait()
-        _stop_daemon(default_run_dir(environment))
-        shutil.rmtree(memory, ignore_errors=True)
-        shutil.rmtree(short, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
         # What this system left to the page cache must not be written out during the next one.
         os.sync()
-
-
-_ERROR: Final = re.compile(
-    r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w+(?:Error|Exception)\b.*)$", re.MULTILINE
-)
-
-
-def _said(log: str) -> str:
-    """Return what a process ended with: the errors of its tracebacks, each once, else its last
-    lines.
-    """
-    errors = list(dict.fromkeys(_ERROR.findall(log)))
-    return "; ".join(errors[-3:]) if errors else " | ".join(log.splitlines()[-3:])
-
-
-def _await(running: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Return once all have ended, or one has failed, or time is up."""
-    until_s = time.monotonic() + TRIAL_S_MAX
-    while any(process.poll() is None for process in running) and time.monotonic() < until_s:
-        if any(process.returncode for process in running):
-            return
-        time.sleep(0.2)
-
-
-def _stop_daemon(run_dir: Path) -> None:
-    """End the embedded daemon that a trial started, if there is one."""
-    if not is_running(run_dir):
-        return
-    process = psutil.Process(int(fetch_status(run_dir, DAEMON_S_MAX)["node"]["pid"]))
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
-        _, alive = psutil.wait_procs([process], timeout=DAEMON_S_MAX)
-        if not alive:
-            return
 
 
 # --- putting answers together -------------------------------------------------------------------

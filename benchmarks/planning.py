@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Final
 
@@ -72,9 +73,13 @@ def offer_of(rank: int, ranks: int, tensors: int) -> Offer:
     )
 
 
-def plan(folder: Path, ranks: int, tensors: int) -> Planned:
+def plan(
+    folder: Path, ranks: int, tensors: int, then: Callable[[Path], object] | None = None
+) -> Planned:
     """Plan for so many ranks and index what they are said to have written; below `folder`, which is
     made and deleted.
+
+    then: called with the checkpoint's directory when all is written; the planner has ended.
     """
     root = Root(folder / "root")
     root.prepare()
@@ -113,7 +118,7 @@ def plan(folder: Path, ranks: int, tensors: int) -> Planned:
             built = ask(wanted)
             index_s.append(time.perf_counter() - began_s)
             assert isinstance(built, IndexReady), built
-        return Planned(
+        planned = Planned(
             ranks=ranks,
             tensors=tensors,
             plan_s=plan_s,
@@ -124,9 +129,14 @@ def plan(folder: Path, ranks: int, tensors: int) -> Planned:
             later_index_s=index_s[1],
             index_memory_bytes=ask.memory_bytes(),
         )
-    finally:
         child.kill()
         child.communicate()
+        if then is not None:
+            then(root.open_save(save))
+        return planned
+    finally:
+        child.kill()
+        child.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
 

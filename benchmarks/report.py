@@ -6,15 +6,16 @@ table's head. Spreads are the lowest and the highest value over the median of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.results import BARE_WRITER, OTHERS, OURS, Cost, Measured, Results, Spread
+from benchmarks import load_report
+from benchmarks.figures import Bar, number, ratio
+from benchmarks.results import BARE_WRITER, OTHERS, OUR_READERS, OURS, Cost, Measured, Results
 
 SLOTS: Final = 2
 """Images that a rank has room for, by default."""
@@ -45,43 +46,19 @@ HEAD: Final = (
 floor: that copy, then a sequential direct write and fsync of the same bytes."""
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A limit that the design sets, and where this run stands."""
-
-    what: str
-    limit: str
-    share: float
-    """Measured over limit: at most 1 holds."""
-
-
-def _ratio(values: Spread | None, divisor: float) -> str:
-    if values is None:
-        return "–"
-    median, low, high = (value / divisor for value in (values.median, values.low, values.high))
-    return f"{_number(median)} ({_number(low)}–{_number(high)})"
-
-
-def _number(value: float) -> str:
-    """Write with three significant digits or two decimals, whichever is shorter."""
-    if abs(value) >= 100:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
 def _row(name: str, cost: Cost, measured: Measured) -> tuple[str, ...]:
     copy_s, floor_s = _copy_s(measured), _floor_s(measured)
     return (
         name if cost.is_synced else f"{name} (not synced)",
-        _ratio(cost.first_stall_s, copy_s),
-        _ratio(cost.stall_s, copy_s),
-        _ratio(cost.guard_s, copy_s),
-        _ratio(cost.slow_down, 1),
-        _ratio(cost.lost_s, copy_s),
-        _ratio(cost.cpu_s, copy_s),
-        _ratio(cost.commit_s, floor_s),
-        _ratio(cost.shared_bytes, measured.state_bytes),
-        _ratio(cost.memory_bytes, measured.state_bytes),
+        ratio(cost.first_stall_s, copy_s),
+        ratio(cost.stall_s, copy_s),
+        ratio(cost.guard_s, copy_s),
+        ratio(cost.slow_down, 1),
+        ratio(cost.lost_s, copy_s),
+        ratio(cost.cpu_s, copy_s),
+        ratio(cost.commit_s, floor_s),
+        ratio(cost.shared_bytes, measured.state_bytes),
+        ratio(cost.memory_bytes, measured.state_bytes),
         f"{cost.descriptors.median:.0f}",
     )
 
@@ -100,8 +77,8 @@ def _rows(measured: Measured) -> Iterator[tuple[str, ...]]:
     if measured.bare_writer is not None:
         bare, copy_s = measured.bare_writer, _copy_s(measured)
         yield (
-            BARE_WRITER, "", "", "", _ratio(bare.slow_down, 1), _ratio(bare.lost_s, copy_s),
-            _ratio(bare.cpu_s, copy_s), _ratio(bare.commit_s, _floor_s(measured)), "", "", "",
+            BARE_WRITER, "", "", "", ratio(bare.slow_down, 1), ratio(bare.lost_s, copy_s),
+            ratio(bare.cpu_s, copy_s), ratio(bare.commit_s, _floor_s(measured)), "", "", "",
         )  # fmt: skip
 
 
@@ -109,6 +86,11 @@ def bars(results: Results) -> list[Bar]:
     """Return how the run stands to the limits of the design; those in absolute terms only for full
     sizes.
     """
+    return [*saving_bars(results), *load_report.bars(results)]
+
+
+def saving_bars(results: Results) -> list[Bar]:
+    """Return the bars of saving."""
     found: list[Bar] = []
     is_full = results.options.size == 1
     for name, measured in results.workloads.items():
@@ -195,43 +177,102 @@ def table(results: Results) -> RenderableType:
     """Return the results for a terminal."""
     parts: list[RenderableType] = []
     for name, measured in results.workloads.items():
-        grid = Table(*HEAD, title=_title(name, results), title_justify="left")
-        for column in grid.columns[1:]:
-            column.justify = "right"
-        for row in _rows(measured):
-            grid.add_row(*row, style="bold" if row[0] in OURS else "")
-        parts.append(grid)
+        parts.append(_grid(_title(name, results), HEAD, _rows(measured)))
         parts += [Text(f"{system}: {why}") for system, why in measured.failures.items()]
+    for name, loaded in results.loads.items():
+        heading = load_report.title(name, loaded, results.options.size)
+        parts.append(_grid(heading, load_report.HEAD, load_report.rows(loaded)))
+        parts += [Text(f"{system}: {why}") for system, why in loaded.failures.items()]
+    if results.indexes:
+        parts.append(
+            _grid("index", load_report.INDEX_HEAD, load_report.index_rows(results.indexes))
+        )
     parts += [Text(f"{name}: {why}") for name, why in results.failures.items()]
     grid = Table("bar", "limit", "share of it", title="bars", title_justify="left")
     for bar in bars(results):
-        grid.add_row(bar.what, bar.limit, _number(bar.share), style="" if bar.share <= 1 else "red")
+        grid.add_row(bar.what, bar.limit, number(bar.share), style="" if bar.share <= 1 else "red")
     parts.append(grid)
     return Group(*parts)
 
 
+def _grid(heading: str, head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Table:
+    grid = Table(*head, title=heading, title_justify="left")
+    for column in grid.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        grid.add_row(*row, style="bold" if row[0] in (*OURS, *OUR_READERS) else "")
+    return grid
+
+
 def page(results: Results) -> str:
     """Return the results as Markdown."""
-    machine = results.machine
+    return "\n".join(sections(results).values())
+
+
+def sections(results: Results) -> dict[str, str]:
+    """Return the results as Markdown: of "saves" and "loads", what was measured."""
+    found = {}
+    if results.workloads or results.planning:
+        found["saves"] = _saves(results)
+    if results.loads or results.indexes:
+        found["loads"] = _loads(results)
+    return found
+
+
+def _saves(results: Results) -> str:
     floors = {name: measured.floors for name, measured in results.workloads.items()}
     buffered = [name for name, floor in floors.items() if not floor.is_direct]
-    packages = ", ".join(f"{name} {number}" for name, number in machine.packages.items())
-    lines = [
-        f"Run of {results.at[:10]} on {machine.cores} cores ({machine.processor}), "
-        f"{machine.memory_bytes / 2**30:.0f} GiB of memory, device {machine.device}, "
-        f"{machine.file_system}, Linux {machine.kernel}, Python {machine.python}; {packages}. "
-        f"Sizes x {results.options.size:g}, rounds: {results.options.repeats}, "
-        f"each of {results.options.saves} saves beside training; load average at the start "
-        f"{machine.load:.1f}.",
-    ]
+    lines = [_run(results, f"each of {results.options.saves} saves beside training")]
     if buffered:
         lines += ["", f"No direct writes there: {', '.join(buffered)}."]
     for name, measured in results.workloads.items():
         lines += ["", f"### {_title(name, results)}", "", *_markdown(HEAD, _rows(measured))]
         lines += ["", *(f"* {system}: {why}" for system, why in measured.failures.items())]
-    lines += ["", *(f"* {name}: {why}" for name, why in results.failures.items())]
-    rows = ((bar.what, bar.limit, _number(bar.share)) for bar in bars(results))
-    lines += ["", "### Bars", "", *_markdown(("bar", "limit", "share of it"), rows)]
+    lines += ["", *_failures(results, of_saves=True)]
+    return _joined([*lines, "", "### Bars", "", *_bar_lines(saving_bars(results))])
+
+
+def _loads(results: Results) -> str:
+    lines = [
+        _run(results, f"each of {results.options.loads} cold and as many warm loads a process")
+    ]
+    for name, loaded in results.loads.items():
+        heading = load_report.title(name, loaded, results.options.size)
+        table = _markdown(load_report.HEAD, load_report.rows(loaded))
+        lines += ["", f"### {heading}", "", *table]
+        lines += ["", *(f"* {system}: {why}" for system, why in loaded.failures.items())]
+    if results.indexes:
+        table = _markdown(load_report.INDEX_HEAD, load_report.index_rows(results.indexes))
+        lines += ["", "### Index of many ranks", "", *table]
+    lines += ["", *_failures(results, of_saves=False)]
+    return _joined([*lines, "", "### Bars of loads", "", *_bar_lines(load_report.bars(results))])
+
+
+def _failures(results: Results, *, of_saves: bool) -> Iterator[str]:
+    for name, why in results.failures.items():
+        if (name in TITLES) == of_saves:
+            yield f"* {name}: {why}"
+
+
+def _run(results: Results, rounds: str) -> str:
+    """Return what the run was."""
+    machine = results.machine
+    packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
+    return (
+        f"Run of {results.at[:10]} on {machine.cores} cores ({machine.processor}), "
+        f"{machine.memory_bytes / 2**30:.0f} GiB of memory, device {machine.device}, "
+        f"{machine.file_system}, Linux {machine.kernel}, Python {machine.python}; {packages}. "
+        f"Sizes x {results.options.size:g}, rounds: {results.options.repeats}, {rounds}; load "
+        f"average at the start {machine.load:.1f}."
+    )
+
+
+def _bar_lines(found: Iterable[Bar]) -> Iterator[str]:
+    rows = ((bar.what, bar.limit, number(bar.share)) for bar in found)
+    return _markdown(("bar", "limit", "share of it"), rows)
+
+
+def _joined(lines: list[str]) -> str:
     text = "\n".join(lines) + "\n"
     while "\n\n\n" in text:
         text = text.replace("\n\n\n", "\n\n")

@@ -30,6 +30,13 @@ OTHERS: Final = (
 )
 SYSTEMS: Final[tuple[str, ...]] = (*OURS, *OTHERS)
 
+OUR_READERS: Final = ("milepost", "milepost-path", "milepost-whole")
+READERS: Final[tuple[str, ...]] = (*OUR_READERS, "torch-load", "torch-checkpointing")
+"""Ways of loading."""
+
+WRITER: Final = "writer"
+"""No way of loading: the process that writes what the others load."""
+
 
 class Spread(msgspec.Struct, frozen=True):
     """One quantity over all repeats."""
@@ -50,23 +57,29 @@ def spread(values: Iterable[float]) -> Spread:
 # --- a trial's task and answer ------------------------------------------------------------------
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class RankTask(msgspec.Struct, frozen=True, kw_only=True):
     """What one process has to do: one system, one workload, as one rank."""
 
     workload: str
     size: float
     """Factor on the workload's full size."""
     system: str
-    """A name of `SYSTEMS`, or `BARE_WRITER`, which measures the floors too."""
     device: str
     rank: int
     world: int
     folder: str
-    """Where checkpoints go: empty, this task's alone, the same for all its ranks."""
+    """Where checkpoints go, the same for all its ranks."""
     rendezvous: str
     """A file for the process group."""
     answer: str
     """The file that the answer goes to."""
+
+
+class Task(RankTask, frozen=True, kw_only=True):
+    """A trial of saving. `system` is a name of `SYSTEMS`, or `BARE_WRITER`, which measures the
+    floors too; `folder` is empty, and this task's alone.
+    """
+
     batches: int
     """Forward and backward passes in a training step; 0, for the bare writer: to be found, so that
     they take some multiple of a copy of the rank's part."""
@@ -76,6 +89,15 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """Saves beside training steps, after the first."""
     idle_saves: int
     """Saves without steps: for processor time and the time to the commit."""
+
+
+class LoadTask(RankTask, frozen=True, kw_only=True):
+    """A trial of loading. `system` is a name of `READERS`, or `WRITER`, which writes to `folder`
+    what the others load.
+    """
+
+    loads: int
+    """Of each kind, cold and warm."""
 
 
 class BusySave(msgspec.Struct, frozen=True):
@@ -163,6 +185,32 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Why the system cannot be run here."""
 
 
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One load on one rank, and the floor just before it; all ranks at the same time."""
+
+    load_s: float
+    load_cpu_s: float
+    floor_s: float
+    floor_cpu_s: float
+    memory_bytes: int
+    """Most memory of the process during the load, beyond what it had before and what was loaded
+    into new memory."""
+
+
+class LoadAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trial of loading writes to `RankTask.answer`."""
+
+    state_bytes: int
+    """As in `Answer`."""
+    tensors: int
+    cold: tuple[Sample, ...] = ()
+    """Nothing in the page cache. The floor: the data files past it, sequentially, each rank its
+    own, into memory that was touched before."""
+    warm: tuple[Sample, ...] = ()
+    """All in the page cache. The floor: copied from there, otherwise the same."""
+    unavailable: str = ""
+
+
 # --- the file -----------------------------------------------------------------------------------
 
 
@@ -190,6 +238,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     saves: int
     idle_saves: int
     quiet_steps: int
+    loads: int = 0
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,6 +310,55 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     index_memory_bytes: int
 
 
+class LoadCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What a system's loads of one kind cost. Over ranks: times are of the slowest, processor times
+    sum, memory is a rank's most.
+    """
+
+    load_s: Spread
+    cpu_s: Spread
+    first_ratio: Spread
+    """Of the first load in each process, over its floor."""
+    ratio: Spread
+    """Each load's time over that of the floor just before it."""
+    cpu_ratio: Spread
+    """The same of processor time."""
+    memory_bytes: Spread
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """One workload's loads."""
+
+    world: int
+    tensors: int
+    state_bytes: int
+    read_s: Spread
+    """The floor of a cold load, over all trials."""
+    copy_s: Spread
+    """The floor of a warm one."""
+    cold: dict[str, LoadCost]
+    """By system."""
+    warm: dict[str, LoadCost]
+    failures: dict[str, str]
+    """By system, why there is no cost."""
+
+
+class IndexRead(msgspec.Struct, frozen=True, kw_only=True):
+    """A load of one rank's part of a checkpoint of many ranks, up to its first data read."""
+
+    ranks: int
+    tensors: int
+    """A rank's."""
+    chunks: int
+    """Of the whole checkpoint."""
+    read_s: float
+    cpu_s: float
+    memory_bytes: int
+    """What the process grew by at most."""
+    stock_s: float
+    """torch's own reader reads `.metadata`, no more."""
+
+
 class Results(msgspec.Struct, frozen=True, kw_only=True):
     """`bench-results.json`."""
 
@@ -273,6 +371,9 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     failures: dict[str, str]
     """By workload, why it is missing: not even the floors could be measured."""
     planning: tuple[Planned, ...]
+    loads: dict[str, Loaded] = {}
+    """By workload; one that failed stands in `failures`."""
+    indexes: tuple[IndexRead, ...] = ()
 
 
 def write_results(path: Path, results: Results) -> None:

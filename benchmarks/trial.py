@@ -275,7 +275,7 @@ def _targets(base: torch.Tensor, share: list[torch.Tensor]) -> list[torch.Tensor
 
 def work(task: Task) -> Answer:
     """Do a task."""
-    training = Training(task)
+    training = Training(task, task.batches)
     answer = Answer(
         state_bytes=training.state_bytes,
         image_bytes=training.image_bytes,

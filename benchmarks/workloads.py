@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.results import Task
+from benchmarks.results import RankTask
 from milepost.dcp_format import container
 
 STEP_COPIES: Final = 2
@@ -50,7 +50,7 @@ class _Form:
     is_shard: bool
 
 
-def _forms(task: Task) -> Iterator[_Form]:
+def _forms(task: RankTask) -> Iterator[_Form]:
     def rows(full: int) -> int:
         return max(1, round(full * task.size))
 
@@ -90,10 +90,10 @@ class Training:
         batches: passes in a step; set it before the first step.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: RankTask, batches: int = 0) -> None:
         self._device = task.device
         self._world = task.world
-        self.batches = task.batches
+        self.batches = batches
         forms = list(_forms(task))
         common = torch.Generator().manual_seed(SEED)
         own = torch.Generator().manual_seed(SEED + 1 + task.rank)

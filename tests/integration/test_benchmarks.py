@@ -9,11 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import campaign, report
+import typer
+from benchmarks import launching, report
+from benchmarks.__main__ import _chosen
+from benchmarks.campaign import WORLDS
+from benchmarks.load_campaign import read_index
+from benchmarks.planning import plan
 from benchmarks.results import (
     BusySave,
     Cost,
     Floors,
+    IndexRead,
+    LoadCost,
+    Loaded,
     Machine,
     Measured,
     Options,
@@ -81,6 +89,54 @@ def test_the_planner_is_measured(tmp_path: Path) -> None:
     assert all(0 < each.steady_wire_bytes < 1024 for each in results.planning)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("workload", "world", "tensors"), [("small", 1, 55), ("ranks", 2, 48)])
+def test_loads_are_measured_beside_torch_and_the_floors(
+    workload: str, world: int, tensors: int, tmp_path: Path
+) -> None:
+    ended = bench(
+        tmp_path, "--folder", str(tmp_path / "checkpoints"), "--size", "0.005", "--repeats", "1",
+        "--loads", "1", "--only", "loads", "--only", workload, "--only", "milepost-path",
+        "--only", "torch-load",
+    )  # fmt: skip
+    assert 0 == ended.returncode, ended.stderr + ended.stdout
+    results = read_results(tmp_path / "results.json")
+    assert ([], [workload]) == (list(results.workloads), list(results.loads))
+    loaded = results.loads[workload]
+    assert (world, tensors, {}) == (loaded.world, loaded.tensors, loaded.failures)
+    assert ["milepost-path", "torch-load"] == list(loaded.cold) == list(loaded.warm)
+    for cost in (*loaded.cold.values(), *loaded.warm.values()):
+        assert 1 == len(cost.load_s.values)
+        assert 0 < min(cost.load_s.low, cost.ratio.low, cost.cpu_ratio.low)
+    assert 0 < min(loaded.read_s.low, loaded.copy_s.low)
+    assert f"loads of {workload}" in ended.stdout
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_the_index_of_many_ranks_is_read_up_to_the_first_data(tmp_path: Path) -> None:
+    found: list[IndexRead] = []
+    plan(tmp_path / "plans", 3, 40, lambda path: found.append(read_index(path, 3, 40)))
+    assert [(3, 40, 36 * 3 + 4)] == [(each.ranks, each.tensors, each.chunks) for each in found]
+    assert 0 < min(found[0].read_s, found[0].cpu_s, found[0].stock_s)
+
+
+def test_only_names_families_and_systems() -> None:
+    everything = _chosen([])
+    assert list(WORLDS) == everything.saves == everything.loads
+    assert everything.with_planning
+    assert everything.with_index
+    of_large = _chosen(["large", "milepost"])
+    assert (["large"], ["milepost"], []) == (of_large.saves, of_large.systems, of_large.loads)
+    loads = _chosen(["loads", "torch-load"])
+    assert ([], list(WORLDS), ["torch-load"]) == (loads.saves, loads.loads, loads.readers)
+    assert (False, True) == (loads.with_planning, loads.with_index)
+    of_small = _chosen(["loads", "small"])
+    assert ([], ["small"], False) == (of_small.saves, of_small.loads, of_small.with_index)
+    assert [] == _chosen(["planning"]).saves == _chosen(["planning"]).loads
+    with pytest.raises(typer.BadParameter):
+        _chosen(["cold"])
+
+
 def test_what_is_lost_is_the_call_and_all_that_steps_took_longer() -> None:
     # Quiet steps take 1 s. The call took 0.5 s; the first step waited 0.25 s at its guard; the
     # save ended within the third.
@@ -101,6 +157,12 @@ def synthetic() -> Results:
             is_synced=is_synced, prepare_s=many, first_stall_s=many, first_lost_s=many,
             stall_s=many, guard_s=many, lost_s=many, slow_down=None, busy_commit_s=many,
             commit_s=many, cpu_s=many, memory_bytes=many, shared_bytes=many, descriptors=many,
+        )  # fmt: skip
+
+    def loads(times: float) -> LoadCost:
+        return LoadCost(
+            load_s=spread([times / 10]), cpu_s=spread([times / 10]), first_ratio=spread([times]),
+            ratio=spread([times]), cpu_ratio=spread([times]), memory_bytes=spread([64 << 20]),
         )  # fmt: skip
 
     return Results(
@@ -139,7 +201,25 @@ def synthetic() -> Results:
         },
         failures={},
         planning=(),
-    )
+        loads={
+            "small": Loaded(
+                world=1,
+                tensors=11_000,
+                state_bytes=80 << 20,
+                read_s=spread([0.06]),
+                copy_s=spread([0.02]),
+                cold={"milepost": loads(4.0), "torch-load": loads(80.0)},
+                warm={"milepost": loads(8.0), "torch-load": loads(200.0)},
+                failures={"torch-checkpointing": "not there"},
+            )
+        },
+        indexes=(
+            IndexRead(
+                ranks=1024, tensors=1000, chunks=921_700, read_s=1.5, cpu_s=1.5,
+                memory_bytes=1 << 28, stock_s=30.0,
+            ),
+        ),
+    )  # fmt: skip
 
 
 def test_the_page_has_ratios_and_why_a_system_is_missing() -> None:
@@ -147,6 +227,9 @@ def test_the_page_has_ratios_and_why_a_system_is_missing() -> None:
     assert "| milepost | 1.00 (0.50–2.00) | 1.00 (0.50–2.00) |" in text
     assert "| torch-thread | 4.00 (2.00–8.00) | 4.00 (2.00–8.00) |" in text
     assert "* torch-save: it broke" in text
+    assert "| milepost | 4.00 (4.00–4.00) | 4.00 (4.00–4.00) |" in text
+    assert "* torch-checkpointing: not there" in text
+    assert "| 1024 ranks of 1000 tensors, 921700 chunks | 1.50 s |" in text
 
 
 def test_a_bar_is_a_share_of_its_limit() -> None:
@@ -156,6 +239,11 @@ def test_a_bar_is_a_share_of_its_limit() -> None:
     assert 3 * 0.05 / 0.4 == pytest.approx(shares["large, milepost-overlap: training time lost"])
     assert "large, milepost: training time lost" not in shares
     assert 0.1 / (1.3 * 0.4) == pytest.approx(shares["large, milepost: committed"])
+    assert 4 / 5 == pytest.approx(shares["load of small, milepost: cold"])
+    assert 64 / 256 == pytest.approx(shares["load of small, milepost: memory of a rank"])
+    # A limit for copies is set where bytes cost, not tensors.
+    assert "load of small, milepost: warm" not in shares
+    assert 0.5 == pytest.approx(shares["index of 1024 ranks of 1000 tensors, to the first read"])
     # 0.4 s for 1.5 GiB.
     assert 0.1 / (0.4 * 120 / 1536) == pytest.approx(shares["large, milepost: processor time"])
 
@@ -166,17 +254,25 @@ def test_a_system_that_fails_is_quoted_by_its_errors_and_no_path() -> None:
         "[rank0]: OSError: [Errno 24] Too many open files\n[rank1]: some.where.SaveError: no\n"
         "OSError: [Errno 24] Too many open files\n"
     )
-    assert "OSError: [Errno 24] Too many open files; some.where.SaveError: no" == campaign._said(
+    assert "OSError: [Errno 24] Too many open files; some.where.SaveError: no" == launching.said(
         log
     )
-    assert "b | c | d" == campaign._said("a\nb\nc\nd\n")
+    assert "b | c | d" == launching.said("a\nb\nc\nd\n")
 
 
 def test_a_page_is_filled_from_the_results(tmp_path: Path) -> None:
     write_results(tmp_path / "results.json", synthetic())
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n")
+    page.write_text(
+        "before\n<!-- results -->\nold\n<!-- end of results -->\nbetween\n"
+        "<!-- loads -->\nold\n<!-- end of loads -->\nafter\n"
+    )
     ended = bench(tmp_path, "--page", str(tmp_path / "results.json"), "--into", str(page))
     assert 0 == ended.returncode, ended.stderr
-    text = report.page(synthetic())
-    assert page.read_text() == (f"before\n<!-- results -->\n{text}<!-- end of results -->\nafter\n")
+    text = report.sections(synthetic())
+    assert ["saves", "loads"] == list(text)
+    assert "\n".join(text.values()) == report.page(synthetic())
+    assert page.read_text() == (
+        f"before\n<!-- results -->\n{text['saves']}<!-- end of results -->\nbetween\n"
+        f"<!-- loads -->\n{text['loads']}<!-- end of loads -->\nafter\n"
+    )
