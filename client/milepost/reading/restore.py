@@ -298,8 +298,7 @@ class _Load:
 
         Raises LoadFailed, CorruptCheckpoint; then some may be filled, others not.
         """
-        with collector_paused():
-            self._reading(lambda: self._reader.fill(self._direct))
+        self._reading(lambda: self._reader.fill(self._direct))
         template, found = self.template, self.match
         for box, memory in self._checked:
             memory.copy_(box.memory)
