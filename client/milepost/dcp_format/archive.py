@@ -1,10 +1,11 @@
-"""Where the payload lies in a `torch.save` archive that anybody may have written, and what it is.
+"""Finds the payload in any `torch.save` archive, whoever wrote it.
 
-The way for containers that are not the ones `container.template` makes: of another torch version,
-of tensors that are not contiguous, or whose storage is larger than they are. Reads an archive's
-directory strictly, and its pickle only by torch's `weights_only` unpickler, over storages without
-memory: nothing that an archive names is run, and nothing is allocated by what it says. Damage is an
-`ArchiveError`; what is whole but no one tensor over one storage is None, and torch.load's affair.
+For containers that differ from those of `container.template`: of another torch version, of tensors
+that are not contiguous, or that are smaller than their storage. Reads an archive's directory
+strictly, and its pickle only with torch's `weights_only` unpickler, over storages without memory.
+So nothing that an archive names is run, and no archive can make us allocate memory. Damage is an
+`ArchiveError`. For a whole archive that is not one tensor over one storage, the answer is None:
+torch.load has to read it.
 
 Sources: torch/serialization.py, caffe2/serialize/inline_container.cc (2.4 to 2.13); APPNOTE.TXT of
 the zip format, 4.3 to 4.5.
@@ -28,21 +29,22 @@ from milepost.wire.offers import Box
 Bytes: TypeAlias = bytes | memoryview
 
 ReadAt: TypeAlias = Callable[[int, int], Bytes]
-"""Returns so many bytes from an offset on, both within the archive."""
+"""Returns bytes of the archive, by offset and length."""
 
 DIRECTORY_BYTES_MAX: Final = 16 << 20
-"""A tensor's archive has seven entries; of what has a hundred thousand, torch.load shall speak."""
+"""Largest directory that is read. A tensor's archive has seven entries; torch.load may judge an
+archive with a hundred thousand."""
 
 PICKLE_BYTES_MAX: Final = 1 << 20
 
 TAIL_BYTES: Final = 1024
-"""Read at once from the end: the directory of an archive that torch wrote fits."""
+"""How much to read at once from the end. The directory of an archive that torch wrote fits."""
 
 PICKLES_KEPT: Final = 4096
 
 
 class ArchiveError(ValueError):
-    """It is no whole archive; says why, in lower case."""
+    """The bytes are not a whole archive; the text says why, in lower case."""
 
 
 class ArchiveEntry(NamedTuple):
@@ -54,18 +56,18 @@ class ArchiveEntry(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor that is one storage, of which it may be a view."""
+    """A tensor over one storage; it may be a view of a part."""
 
     dtype: torch.dtype
     size: Box
     stride: Box
     offset: int
-    """Of its first element in the storage, in elements."""
+    """Where its first element is in the storage, in elements."""
     payload_at: int
     """Where the storage lies in the archive, in bytes."""
     payload_bytes: int
     crc: int | None
-    """CRC-32 of the storage; None: the archive was written without."""
+    """CRC-32 of the storage; None: the archive was written without checksums."""
 
 
 # --- the archive ----------------------------------------------------------------------------------
@@ -207,9 +209,7 @@ class Archive:
 
 
 def _zip64(extra: bytes, *fields: int) -> list[int]:
-    """Return the fields, with those that are full taken from the extra field that continues
-    them.
-    """
+    """Return the fields. Fields that are full are taken from the zip64 extra field."""
     at = 0
     while at + _EXTRA.size <= len(extra):
         kind, nbytes = _EXTRA.unpack_from(extra, at)
@@ -227,10 +227,10 @@ def _zip64(extra: bytes, *fields: int) -> list[int]:
 
 
 def find_tensor(read_at: ReadAt, length: int) -> StoredTensor | None:
-    """Return where the bytes of an archive's tensor are; None for what torch.load has to read.
+    """Return where the bytes of an archive's tensor are; None if torch.load has to read it.
 
-    Reads the ends of the archive and the pickle, not the payload, whose checksum is for the caller
-    to compare. Raises ArchiveError.
+    Reads the ends of the archive and the pickle, but not the payload; the caller compares its
+    checksum. Raises ArchiveError.
     """
     archive = Archive(read_at, length)
     names = archive.names()
@@ -297,14 +297,14 @@ def _describe(pickled: bytes) -> tuple[torch.dtype, Box, Box, int, int] | None:
         if 0 not in size and (last + 1) * tensor.itemsize > storages[0]:
             return None
         return tensor.dtype, size, stride, int(offset), storages[0]
-    # Whatever a pickle makes of torch's unpickler: torch.load will say what it is.
+    # A pickle may make torch's unpickler raise anything. torch.load will say what it is.
     except Exception:
         return None
 
 
 def storage_order(size: Box, stride: Box) -> tuple[int, ...] | None:
-    """Return the dimensions of a tensor in the order in which its elements lie in memory, if they
-    lie there without gaps and each once; None otherwise.
+    """Return a tensor's dimensions in the order of its elements in memory. None if the elements
+    have gaps or overlap.
     """
     order = sorted(range(len(size)), key=lambda dim: (-stride[dim], dim))
     expected = 1
@@ -332,5 +332,5 @@ def check_archive(data: Bytes) -> bool:
 
 
 def looks_like_an_archive(data: Bytes) -> bool:
-    """Tell whether bytes have the marks that an archive has at either end."""
+    """Whether bytes have the marks of an archive at both ends."""
     return bytes(data[:4]) == b"PK\x03\x04" or bytes(data[-_END.size :][:4]) == b"PK\x05\x06"

@@ -1,10 +1,10 @@
-"""What `.metadata` says, as columns: quick to read, and quick to look boxes up in.
+"""The content of `.metadata` as columns, which are quick to read and to search for boxes.
 
-torch's index is a pickle of four objects for each stored chunk, which takes a minute to read for a
-million chunks. The manifest carries the same as columns of numbers, made of the very `Metadata`
-that is pickled beside it and bound to its bytes by their checksum; `.metadata` stays the truth, and
-where there are no columns, or not its, they are made of it. `as_metadata` gives back torch's form,
-whose parts are made when they are asked for.
+torch's index is a pickle with four objects for each stored chunk; reading a million chunks takes a
+minute. The manifest holds the same as columns of numbers. They are made from the same `Metadata`
+and name the checksum of its pickle. `.metadata` decides: if there are no columns, or if they name
+another checksum, columns are made from it. `as_metadata` returns torch's form, and makes its parts
+when they are asked for.
 
 Sources: torch/distributed/checkpoint/metadata.py and filesystem.py (2.13).
 """
@@ -37,10 +37,10 @@ from milepost.errors import CorruptCheckpoint, MilepostError
 from milepost.wire.offers import Box, pack_plain, unpack_plain
 
 Ints: TypeAlias = Sequence[int]
-"""A column: a list, or numbers as they lie in a manifest."""
+"""A column: a list, or the packed numbers of a manifest."""
 
 NO_PLACE: Final = -1
-"""As the file of a chunk that no file holds."""
+"""Stands for the file of a chunk that no file holds."""
 
 _WIDTHS: Final = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
@@ -53,7 +53,7 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack_ints(values: Ints) -> _Packed:
-    """Return a column as narrow as it can be."""
+    """Return a packed column, with the smallest width that holds its numbers."""
     top = max(values, default=0)
     width = next(width for width in _WIDTHS if top < 1 << (8 * width))
     packed = array(_WIDTHS[width], values)
@@ -63,8 +63,8 @@ def pack_ints(values: Ints) -> _Packed:
 
 
 def unpack_ints(packed: _Packed) -> Ints:
-    """Return the numbers of a column; little-endian machines look them up where they lie. Raises
-    ValueError.
+    """Return the numbers of a column. Little-endian machines read them in place, without a copy.
+    Raises ValueError.
     """
     code = _WIDTHS.get(packed.width)
     if code is None or len(packed.data) % packed.width:
@@ -77,8 +77,8 @@ def unpack_ints(packed: _Packed) -> Ints:
 
 
 class _Form(msgspec.Struct, frozen=True):
-    """`index` of a manifest. The first six have an entry for each key, the others one for each
-    chunk, keys in order; an object counts as one chunk without dimensions.
+    """`index` of a manifest. The first six columns have an entry for each key, the others have one
+    for each chunk, in the order of the keys. An object counts as one chunk without dimensions.
     """
 
     keys: tuple[str, ...]
@@ -89,9 +89,9 @@ class _Form(msgspec.Struct, frozen=True):
     """1: requires a gradient; 2: was pinned."""
     dims: _Packed
     counts: _Packed
-    """Chunks."""
+    """Number of chunks."""
     sizes: _Packed
-    """Of whole tensors, one behind the other."""
+    """Sizes of whole tensors, one after another."""
     chunk_offsets: _Packed
     chunk_sizes: _Packed
     files: tuple[str, ...]
@@ -105,18 +105,19 @@ class _Form(msgspec.Struct, frozen=True):
 
 
 _SAME_IN_ALL_SAVES: Final = frozenset(_Form.__struct_fields__) - {"ats", "lengths", "crcs"}
-"""With the same layouts and files."""
+"""The columns that are the same in all saves with the same layouts and files."""
 
 
 class Columns:
     """The columns of an index.
 
     Attributes:
-        keys, dtypes, flags, sizes: by key; dtype "" is an object.
-        counts, firsts: by key, its chunks, and the first of them.
-        files: names of files; files_of, ats, lengths: by chunk, where its container lies.
-        crcs: by chunk, if they are known.
-        planner_data: of torch's index.
+        keys, dtypes, flags, sizes: for each key; dtype "" means an object.
+        counts, firsts: for each key, the number of its chunks, and the first of them.
+        files: names of files.
+        files_of, ats, lengths: for each chunk, where its container lies.
+        crcs: for each chunk, if they are known.
+        planner_data: as in torch's index.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Columns:
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """By key, its number."""
+        """The number of each key."""
         return {key: number for number, key in enumerate(self.keys)}
 
     def boxes(self, number: int) -> tuple[list[Ints], list[Ints]]:
@@ -182,12 +183,12 @@ class Columns:
         )
 
     def bounds(self, number: int) -> tuple[Ints, Ints]:
-        """Return offsets and sizes of a key's chunks, one chunk's dimensions behind another's."""
+        """Return offsets and sizes of a key's chunks, one chunk after another."""
         low, high = self._flat_at[number], self._flat_at[number + 1]
         return self.chunk_offsets[low:high], self.chunk_sizes[low:high]
 
     def is_object(self, number: int) -> bool:
-        """Tell whether a key is that of an object."""
+        """Whether a key is the key of an object."""
         return not self.dtypes[number]
 
 
@@ -195,7 +196,7 @@ class Columns:
 
 
 def columns_of(metadata: Metadata) -> Columns:
-    """Return the columns of torch's index. Its chunks keep their order; one that no file holds has
+    """Return the columns of torch's index. Chunks keep their order; a chunk that no file holds has
     `NO_PLACE` as its file.
     """
     with collector_paused():
@@ -253,7 +254,7 @@ def _name(dtype: torch.dtype) -> str:
     try:
         return dtype_name(dtype)
     except MilepostError:
-        # Not one that milepost stores; a reader can still say what it is.
+        # milepost does not store this dtype, but a reader can still name it.
         return str(dtype)
 
 
@@ -270,10 +271,11 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def pack_columns(columns: Columns) -> bytes:
-    """Return the columns as the manifest carries them.
+    """Return the columns in the manifest's form.
 
-    Raises ValueError for those of an index that columns do not say all of: a chunk has no place or
-    no checksum, or `planner_data` is not plain data.
+    Raises ValueError if columns cannot say all of the index: a chunk has no place or no checksum,
+        or
+    `planner_data` is not plain data.
     """
     if columns.crcs is None:
         raise ValueError("there are no checksums")
@@ -341,14 +343,14 @@ def _unpack(form: _Form) -> Columns:
 
 
 class ColumnsDraft:
-    """Columns for every save with the same layouts and files, but for where objects lie and for
-    checksums.
+    """Columns for all saves with the same layouts and files. Checksums, and the places of objects,
+    are filled in for each save.
 
     Args:
-        columns: of an index in which an object's offset stands for it: `first_gap` plus twice its
-            number.
+        columns: of an index in which a number stands for each object's offset: `first_gap` plus
+            twice the object's number.
 
-    Raises ValueError for columns that have no use; see `pack_columns`.
+    Raises ValueError for columns that cannot be packed; see `pack_columns`.
     """
 
     def __init__(self, columns: Columns, first_gap: int) -> None:
@@ -364,7 +366,7 @@ class ColumnsDraft:
         # A file's number and an offset in it, below 2 ** 48, are one number to sort by.
         places = [columns.files_of[each] << 48 | columns.ats[each] for each in ranks]
         self._in_files = [ranks[each] for each in torch.tensor(places).argsort().tolist()]
-        """Chunks of tensors in the order of files, and of their places."""
+        """Chunks of tensors, ordered by file and by place in the file."""
         form = msgspec.structs.asdict(_form_of(columns))
         self._form = {name: form[name] for name in _SAME_IN_ALL_SAVES}
 
@@ -373,14 +375,14 @@ class ColumnsDraft:
         objects: Mapping[int, tuple[int, int, int]],
         tensors: Sequence[int],
     ) -> bytes:
-        """Return the columns of one save, as the manifest carries them.
+        """Return the columns of one save, in the manifest's form.
 
         Args:
-            objects: by number, offset, length and CRC.
-            tensors: the CRC of each tensor's container, in the order of files and offsets, files in
-                the order of `columns.files`.
+            objects: offset, length and CRC of each object, by its number.
+            tensors: the CRC of each tensor's container, ordered by file (as in `columns.files`) and
+                by offset.
 
-        Raises ValueError if these are not all.
+        Raises ValueError if any of these are missing.
         """
         columns = self._columns
         if len(tensors) != len(self._in_files) or objects.keys() != self._objects.keys():
@@ -402,7 +404,7 @@ class ColumnsDraft:
 
 
 class _Chunks(Sequence[ChunkStorageMetadata]):
-    """The chunks of a key; each is made when it is asked for."""
+    """The chunks of a key. Each is made when it is asked for."""
 
     def __init__(self, columns: Columns, number: int) -> None:
         self._columns = columns
@@ -485,8 +487,8 @@ class _Storage(Mapping[MetadataIndex, _StorageInfo]):
 
 
 def as_metadata(columns: Columns) -> Metadata:
-    """Return torch's form of an index. Chunks and places in it are made when they are asked for;
-    `storage_meta` is left out. Raises UsageError for a dtype that this torch does not have.
+    """Return torch's form of an index. Makes its chunks and places when they are asked for, and
+    leaves out `storage_meta`. Raises UsageError for a dtype that this torch does not have.
     """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     known: dict[tuple[str, int], TensorProperties] = {}

@@ -3,8 +3,8 @@
 Owns what is inside one blob of a `.distcp` file; `format.layout` says where blobs lie in the file,
 and nothing here knows of images, ranks or plans. A container is a complete torch.save archive: a
 zip whose one large entry, `data/0`, is stored uncompressed and holds the payload. torch itself says
-where the payload goes (`skip_data`), and the zip's own directory says where its CRC-32 is, so no
-byte of the form is written down here.
+where the payload goes (`skip_data`), and the zip's own directory says where its CRC-32 is. So this
+file contains no byte of the form.
 
 Only two things differ from a container that stock torch wrote around the same payload:
 `.data/serialization_id`, which torch derives from the CRCs of the records and never checks, and the
@@ -29,15 +29,15 @@ from milepost.errors import UsageError
 from milepost.format.layout import LARGE_BYTES
 
 TEMPLATES_MAX: Final = 4096
-"""Templates kept, about 2 KiB each; one that was dropped costs 0.1 ms again."""
+"""How many templates are kept, about 2 KiB each. Making a dropped one again costs 0.1 ms."""
 
 
 def _storable_dtypes() -> dict[str, torch.dtype]:
     """Return the dtypes of the plain dense tensors that torch saves and loads, by name.
 
-    Left out are quantised dtypes, whose tensors have scales that a payload lacks, and integers
-    below a byte (`int4`, `uint1`), for which torch.save itself has no storage type. An alias
-    (`half`) is the same dtype as its full name (`float16`), which is the one kept.
+    Leaves out quantised dtypes, whose tensors have scales that a payload lacks, and integers below
+    a byte (`int4`, `uint1`), for which torch.save has no storage type. An alias (`half`) is the
+    same dtype as its full name (`float16`); the full name is kept.
     """
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     names = {str(dtype).removeprefix("torch."): dtype for dtype in dtypes}
@@ -136,9 +136,8 @@ _STAND_IN: Final = ctypes.c_uint8(0)
 def _payload_stand_in(payload_bytes: int) -> torch.Tensor:
     """Return a uint8 tensor of this length, which nobody may read or write.
 
-    A large one only claims its length and points at a single byte: torch.empty would be refused for
-    a tensor larger than this host's memory, and would fill the memory in torch's deterministic
-    mode.
+    A large one only claims its length and points at a single byte. torch.empty would fail for a
+    tensor larger than this host's memory, and would fill the memory in torch's deterministic mode.
     """
     if payload_bytes < LARGE_BYTES:
         return torch.empty(payload_bytes, dtype=torch.uint8, device="cpu")
@@ -150,8 +149,8 @@ def _payload_stand_in(payload_bytes: int) -> torch.Tensor:
 def template(shape: tuple[int, ...], dtype: torch.dtype) -> ContainerTemplate:
     """Return the container of a contiguous CPU tensor of this kind, as stock DCP writes it.
 
-    Allocates no memory for the payload, whatever its size. Takes about 0.1 ms, once per shape and
-    dtype while it is cached; the result is shared. Any thread.
+    Allocates no memory for the payload, whatever its size. Takes about 0.1 ms once for each shape
+    and dtype, and is cached after that; the result is shared. Any thread.
 
     Raises: UsageError for a dtype without a plain payload.
     """
@@ -218,9 +217,9 @@ class _PayloadEntry(NamedTuple):
 def _payload_entry(tail: bytes, tail_at: int) -> _PayloadEntry:
     """Find the payload's entry in the directory of a zip; `tail` is the zip from `tail_at` on.
 
-    torch has just written the archive, so a deviation is a bug here (with a new torch, say) and not
-    damage: it is asserted. The offset of the local header fits 32 bits, since torch writes only a
-    few hundred bytes before the payload.
+    torch has just written the archive. So a deviation is a bug (for example with a new torch) and
+    not damage: it fails an assertion. The offset of the local header fits into 32 bits, since torch
+    writes only a few hundred bytes before the payload.
     """
     end_at = len(tail) - _END.size
     signature, count, directory_at = _END.unpack_from(tail, end_at)
@@ -246,12 +245,12 @@ def _payload_entry(tail: bytes, tail_at: int) -> _PayloadEntry:
 def serialise(key: str, value: object) -> bytes:
     """Return what stock DCP writes for an object: its torch.save archive.
 
-    Raises: UsageError ("unpicklable"), naming the key and what the pickler refused.
+    Raises: UsageError ("unpicklable"), which names the key and what the pickler refused.
     """
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-    # A class's own __reduce__ may raise anything; the object cannot be saved, whatever it is.
+    # A class's own __reduce__ may raise anything. In any case the object cannot be saved.
     except Exception as error:
         raise UsageError(
             "unpicklable",

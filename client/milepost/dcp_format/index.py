@@ -1,9 +1,9 @@
 """`.metadata`: torch's index of a checkpoint, built from offers and read back without trusting it.
 
-Owns the step from our columns (offers, assignments, where objects lie) to torch's `Metadata`, its
-pickled form, and the reading of that. Knows nothing of data files but their names, nothing of
-sockets or of how plans are made. The pickle holds classes of torch and none of milepost's, so that
-stock torch reads it where milepost is not installed.
+Makes torch's `Metadata` from our columns (offers, assignments, where objects lie), pickles it, and
+reads it back. Of data files it knows only the names; it knows nothing of sockets or of how plans
+are made. The pickle contains classes of torch but none of milepost's, so stock torch reads it
+without milepost.
 
 Sources: torch/distributed/checkpoint/{metadata,default_planner,planner_helpers,filesystem}.py
 (2.13) for what is written; torch 2.0-2.12 for what may be read.
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from milepost.wire.offers import Offer
 
 PICKLE_PROTOCOL: Final = 4
-"""What stock torch writes with the Pythons it supports. Fixed, since the default of a newer Python
-would make a checkpoint unreadable to an older one."""
+"""The protocol that stock torch uses with the Pythons it supports. It is fixed, since an older
+Python could not read a checkpoint with a newer Python's default."""
 
 _Described: TypeAlias = dict[str, TensorStorageMetadata | BytesStorageMetadata]
 
@@ -69,11 +69,11 @@ def build_metadata(
 ) -> Metadata:
     """Return the index of a checkpoint, equivalent to what stock DCP would have written.
 
-    Ranks come in ascending order and items in the order of their offer, as in stock's plans. A
-    replica that two ranks were assigned (both had staged it before there was a plan) is listed
-    once, in the lower rank's file; an empty box that begins where another does is left out. With a
-    user's planner (`final` and `metadata` in rank 0's offer) its description is taken as it is, and
-    only the places are added.
+    Ranks come in ascending order and items in the order of their offer, as in torch's plans. If two
+    ranks were assigned the same replica (both had staged it before there was a plan), it is listed
+    once, in the lower rank's file. An empty box that begins where another box begins is left out.
+    With a user's planner (`final` and `metadata` in rank 0's offer), its description is taken as it
+    is, and only the places are added.
 
     Args:
         offers: of every rank of the save.
@@ -365,11 +365,12 @@ _FRAME: Final = struct.Struct("<cQ")
 
 
 class IndexDraft:
-    """The content of `.metadata` for all saves with the same layouts and files, with gaps for what
-    differs: where objects lie, and the save's name. Describing and pickling a million tensors takes
-    many seconds; filling the gaps takes a copy.
+    """The content of `.metadata` for all saves with the same layouts and files. It has gaps for
+    what differs: the places of objects, and the save's name. Describing and pickling a million
+        tensors
+    takes many seconds; filling the gaps takes one copy.
 
-    Once filled it unpickles to what `build_metadata` returns. Raises as that does.
+    When it is filled, it unpickles to what `build_metadata` returns. Raises the same.
     """
 
     def __init__(
@@ -412,8 +413,8 @@ class IndexDraft:
         index = bytearray(self._pickled)
         for at, number in self._gaps:
             _INT.pack_into(index, at, places[number])
-        # In place of its end (memoizing once more changes nothing) the pickle goes on and sets
-        # another attribute; without references, which count what was pickled before.
+        # Replace the pickle's end (one more memoize changes nothing) by code that sets another
+        # attribute. Use no references, since these count what was pickled before.
         index[-1:] = pickle.MEMOIZE
         named = io.BytesIO()
         pickler = pickle.Pickler(named, PICKLE_PROTOCOL)
@@ -432,12 +433,12 @@ class IndexDraft:
         objects: Mapping[int, Mapping[int, tuple[int, int, int]]],
         tensors: Sequence[int],
     ) -> bytes:
-        """Return the same index as columns, for the manifest; nothing where columns cannot say all
-        of it, or not every blob has a checksum: a checkpoint is as good without.
+        """Return the same index as columns, for the manifest. Returns nothing if columns cannot say
+        all of it, or if a blob has no checksum: a checkpoint is complete without columns.
 
         Args:
-            objects: per rank and object item, offset, length and CRC-32; of others, too.
-            tensors: the CRC-32 of each tensor's container, by `files` and offset.
+            objects: offset, length and CRC-32 by rank and object item; may have others, too.
+            tensors: the CRC-32 of each tensor's container, ordered by `files` and offset.
         """
         if self._columns is None:
             return b""
@@ -456,7 +457,7 @@ def _draft_columns(metadata: Metadata) -> ColumnsDraft | None:
     try:
         return ColumnsDraft(columns_of(metadata), _GAP)
     except ValueError:
-        # A planner of one's own may describe what nobody writes.
+        # A user's planner may describe items that no rank writes.
         return None
 
 
@@ -500,11 +501,11 @@ _ALLOWED: Final[dict[tuple[str, str], object]] = {
     ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
     ("pathlib._local", "WindowsPath"): pathlib.PureWindowsPath,
 }
-"""All that `.metadata` may name, besides dtypes; torch before 2.0 wrote classes that are gone."""
+"""All that `.metadata` may name, besides dtypes. Classes of torch before 2.0 no longer exist."""
 
 
 class _UnknownName(Exception):
-    """The index names what no index of torch's has."""
+    """The index names something that no index of torch contains."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -524,19 +525,19 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path, *, allow_pickle: bool = False, data: bytes | None = None) -> Metadata:
-    """Read a checkpoint's index: its directory's `.metadata`, or the file itself if `path` is that,
-    or one of those that torch writes for each rank where the ranks save without one another.
+    """Read a checkpoint's index. `path` is the checkpoint's directory, its `.metadata`, or one of
+    the files that torch writes for each rank if the ranks save independently.
 
-    Runs no code that the file names, unless `allow_pickle` says so; classes that
-    `torch.serialization.add_safe_globals` was told are known, too. Any torch since 2.0 may have
-    written it; fields that its version did not have are absent or None.
+    Runs no code that the file names, unless `allow_pickle` is true. Allows classes that were passed
+    to `torch.serialization.add_safe_globals`, too. Any torch since 2.0 may have written the index;
+    fields that its version did not have are absent or None.
 
-    data: what the file held, if it was read before.
+    data: the bytes of the file, if they were read before.
 
     Raises:
         LoadFailed: `not-found` if there is no index, `permission` or `io-error` if it cannot be
             read.
-        CorruptCheckpoint: it is truncated or malformed, names what an index does not have, or
+        CorruptCheckpoint: it is truncated or malformed, names something that no index contains, or
             points outside the checkpoint.
     """
     is_file = path.name.endswith(METADATA_NAME) and not path.is_dir()
@@ -556,7 +557,7 @@ def read_metadata(path: Path, *, allow_pickle: bool = False, data: bytes | None 
         named = str(error).rpartition(".")[2]
         raise CorruptCheckpoint(
             "corrupt",
-            f"{file} names {error}, which no index of torch's has",
+            f"{file} names {error}, which no index of torch contains",
             "it was damaged or made to run code: do not load this checkpoint with stock torch. If "
             f"you trust it, torch.serialization.add_safe_globals([{named}]) allows the class, "
             "load(allow_pickle=True) anything",
@@ -564,13 +565,13 @@ def read_metadata(path: Path, *, allow_pickle: bool = False, data: bytes | None 
     except FileNotFoundError as error:
         raise LoadFailed(
             "not-found",
-            f"{file.parent} is no checkpoint: it has no {METADATA_NAME}",
+            f"{file.parent} is not a checkpoint: it has no {METADATA_NAME}",
             "a save that did not complete has none; `milepost list` shows complete checkpoints",
         ) from error
     except OSError as error:
         code = "permission" if isinstance(error, PermissionError) else "io-error"
         raise LoadFailed(code, f"{file} cannot be read: {error.strerror or error}") from error
-    # A malformed pickle may fail in any way: its opcodes work on whatever came before them.
+    # A malformed pickle may fail in any way: its opcodes work on anything that came before.
     except Exception as error:
         raise CorruptCheckpoint(
             "corrupt",

@@ -1,3 +1,3 @@
-"""Between a checkpoint and other formats: what either holds, read as a stream of bytes, tensor by
-tensor, and the files that are written from it, each of which gets its name only when it is whole.
+"""Between checkpoints and other formats: reads either one tensor by tensor, as a stream of bytes,
+and writes files, which get their names only when they are whole.
 """

@@ -1,8 +1,8 @@
 """Cutting a tensor into bands that follow one another in row-major order.
 
-Pure arithmetic, no torch. A band is a box whose elements are neighbours in the whole tensor, so
-bands one after the other are the tensor's bytes. What a shard has of a band is also a stretch of
-the shard's own row-major order, and later bands have later stretches: whoever goes through the
+Pure arithmetic, no torch. A band is a box whose elements are neighbours in the whole tensor, so the
+bands, one after another, are the tensor's bytes. A shard's part of a band is also one run in the
+shard's own row-major order, and later bands have later runs. So a reader that goes through the
 bands reads every shard once, from front to back.
 """
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Part(NamedTuple):
-    """Where a box and a band meet.
+    """The common part of a box and a band.
 
-    within: offsets from the band's first element. sizes: of the common box. start: the number of
-    the band's elements before it, -1 if its elements are not neighbours within the band.
+    within: its offsets from the band's first element. sizes: its sizes. start: the number of the
+    band's elements before it; -1 if its elements are not neighbours within the band.
     """
 
     within: Box
@@ -52,7 +52,9 @@ def bands(size: Box, item_bytes: int, limit_bytes: int) -> Iterator[tuple[Box, B
 
 
 def meet(band: tuple[Box, Box], box: tuple[Box, Box]) -> Part | None:
-    """Return what the band has of a box, both as (offsets, sizes); None if they do not meet."""
+    """Return the common part of a band and a box, both given as (offsets, sizes); None if there is
+    none.
+    """
     within, sizes = [], []
     for at, length, box_at, box_length in zip(*band, *box, strict=True):
         low = max(at, box_at)
@@ -65,7 +67,7 @@ def meet(band: tuple[Box, Box], box: tuple[Box, Box]) -> Part | None:
 
 
 def _start(extent: Box, within: Box, sizes: Box) -> int:
-    """Return the place of the part's first element if its elements are neighbours, else -1."""
+    """Return where the part's first element is if its elements are neighbours, else -1."""
     is_whole_behind = True
     for length, part in zip(reversed(extent), reversed(sizes), strict=True):
         if not is_whole_behind and part != 1:

@@ -1,7 +1,7 @@
-"""Blobs of a checkpoint's data files, read once, from front to back, and checked on the way.
+"""Reads blobs of a checkpoint's data files, once, from front to back, and checks them on the way.
 
-A blob's bytes are compared with the manifest's checksum of the whole container, or without one
-with the checksum that torch itself put into the container. Sources: torch/serialization.py and
+Compares a blob's bytes with the manifest's checksum of the whole container. Without a manifest,
+uses the checksum that torch itself put into the container. Sources: torch/serialization.py and
 torch/distributed/checkpoint/filesystem.py (2.13); APPNOTE.TXT of the zip format.
 """
 
@@ -33,16 +33,18 @@ if TYPE_CHECKING:
     from milepost.wire.offers import Box
 
 FILES_MAX: Final = 64
-"""Files open at the same time; a checkpoint of thousands of ranks has more than a process may
-open."""
+"""How many files are open at the same time. A checkpoint of thousands of ranks has more files than
+a process may open."""
 
 HELD_BYTES: Final = 16 << 10
-"""Blobs up to this length are read at once and held until they are used up; a tensor may have
+"""Blobs up to this length are read at once and kept until they are used up. A tensor may have
 thousands of them."""
 
 
 class BlobPlace(NamedTuple):
-    """Where a blob lies. crc: of the whole container, by the manifest; None if there is none."""
+    """Where a blob lies. crc: the manifest's checksum of the whole container; None if there is
+    none.
+    """
 
     file: str
     offset: int
@@ -107,7 +109,7 @@ class DataFiles:
 
 
 def _let_go(file: int) -> None:
-    # What was read once will not be read again soon; the page cache belongs to training.
+    # Nobody will read these bytes again soon; leave the page cache to training.
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(file)
 
@@ -117,7 +119,7 @@ def damage(folder: Path, name: str, key: str, text: str) -> CorruptCheckpoint:
     return CorruptCheckpoint(
         "corrupt",
         f"{folder / name}: {f'{key!r}: ' if key else ''}{text}",
-        f"`milepost verify {folder}` lists all that is damaged; use another checkpoint",
+        f"`milepost verify {folder}` lists all damage; use another checkpoint",
     )
 
 
@@ -133,7 +135,7 @@ class Payload:
         """Open the blob; nothing is read yet.
 
         Args:
-            size, dtype: what the index says of the shard.
+            size, dtype: the shard's, according to the index.
         """
         self._files = files
         self._key = key
@@ -141,13 +143,13 @@ class Payload:
         self._size = size
         self._dtype = dtype
         self.left: int = prod(size) * dtype.itemsize
-        """Bytes that were not read yet."""
+        """How many bytes are not read yet."""
         self.is_unchecked = False
-        """Known once all is read: the bytes carry no checksum."""
+        """Whether the bytes carry no checksum; known once everything is read."""
         self._crc = 0
 
     def read_into(self, view: memoryview) -> None:
-        """Fill `view` with the next elements; with the last ones the checksum is compared. Raises
+        """Fill `view` with the next elements. After the last ones, compare the checksum. Raises
         CorruptCheckpoint, LoadFailed, UsageError.
         """
         opened = self._opened
@@ -193,7 +195,7 @@ class Payload:
         return _Opened(0, self.left, None, self._loaded(blob))
 
     def _streamed(self, known: ContainerTemplate) -> _Opened:
-        """Find a large blob's payload by what is known of its form, or by its zip directory."""
+        """Find a large blob's payload by the usual form of a container, or by its zip directory."""
         place = self._place
         if place.length == known.total_bytes and self._read_at(0, known.payload_at) == known.prefix:
             crc = None
@@ -210,8 +212,8 @@ class Payload:
             or stored.payload_bytes != self.left
             or storage_order(stored.size, stored.stride) != tuple(range(len(stored.size)))
         ):
-            # A transposed tensor, say, whose elements are stored in another order: rare, and then
-            # one shard is held in memory.
+            # The elements are stored in another order, as those of a transposed tensor are. This is
+            # rare; then one shard is held in memory.
             blob = self._read_at(0, place.length)
             self._check_whole(blob)
             return _Opened(0, self.left, None, self._loaded(blob))
@@ -245,7 +247,7 @@ class Payload:
             raise self._damage(text)
 
     def _loaded(self, blob: bytes) -> bytes:
-        """Return the elements of a blob that torch has to make sense of."""
+        """Return the elements of a blob that only torch can read."""
         try:
             value = open_object(blob, f"{self._files.folder}: {self._key!r}")
         except LoadFailed as error:
@@ -274,8 +276,8 @@ class Payload:
 
 
 class _Opened(NamedTuple):
-    """A blob whose payload was found. crc: of the payload, where that is what is compared. held:
-    the elements, if they were read (and checked) already.
+    """A blob whose payload was found. crc: the payload's, if that is the one to compare. held: the
+    elements, if they were read (and checked) already.
     """
 
     payload_at: int
@@ -285,7 +287,9 @@ class _Opened(NamedTuple):
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, to be read only and while the tensor is."""
+    """Return the bytes of a contiguous CPU tensor. Only read them, and keep the tensor
+    meanwhile.
+    """
     count = tensor.numel() * tensor.itemsize
     if not count:
         return memoryview(b"")
@@ -301,7 +305,7 @@ _VIEW_OF: Final = ctypes.PYFUNCTYPE(
 
 
 def describe(value: Any) -> str:
-    """Say what a value is that is no plain tensor."""
+    """Describe a value that is not a plain tensor."""
     if isinstance(value, torch.Tensor):
         layout = str(value.layout).removeprefix("torch.")
         kind = "" if value.layout is torch.strided else f" of layout {layout}"
@@ -310,8 +314,8 @@ def describe(value: Any) -> str:
 
 
 def check_whole(blob: bytes, crc: int | None) -> bool:
-    """Compare a blob with the manifest's checksum, or without one with those that torch put into
-    it; False if it has none. Raises ArchiveError.
+    """Compare a blob with the manifest's checksum or, without one, with torch's own checksums in
+    it. False if it has none. Raises ArchiveError.
     """
     if crc is None:
         return check_archive(blob)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _CELLS: Final = {
     1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128
 }  # fmt: skip
-"""By the bytes of an element, a dtype to copy such elements by, whatever they are."""
+"""For each size of an element, a dtype with which to copy elements of any dtype of this size."""
 
 
 class CheckpointSource(Source):
@@ -46,7 +46,7 @@ class CheckpointSource(Source):
         """Read index and manifest.
 
         Raises:
-            LoadFailed: `not-found` if this is no checkpoint.
+            LoadFailed: `not-found` if this is not a checkpoint.
             CorruptCheckpoint: index or manifest are damaged, or do not belong together.
         """
         super().__init__()
@@ -76,7 +76,7 @@ class CheckpointSource(Source):
         self._scratch = mmap.mmap(-1, BLOCK_BYTES)
 
     def _compare_lengths(self, key: str, entry: TensorStorageMetadata) -> None:
-        """Note a shard that its blob cannot hold, before anything is made of the size it claims."""
+        """Note a shard that its blob cannot hold, before memory is made for the size it claims."""
         places = self._places.get(key, {})
         for chunk in entry.chunks:
             place = places.get(tuple(chunk.offsets), places.get(None))
@@ -86,8 +86,8 @@ class CheckpointSource(Source):
                 self._problems.setdefault(key, text)
 
     def require_readable(self, keys: Sequence[str]) -> None:
-        """See `Source`. Raises CorruptCheckpoint, too, for a key that the index does not describe
-        whole.
+        """See `Source`. Also raises CorruptCheckpoint for a key that the index does not describe
+        completely.
         """
         for key in keys:
             if key in self._problems:
@@ -113,13 +113,13 @@ class CheckpointSource(Source):
         return _checksums(self.checkpoint, manifest)
 
     def _read_places(self) -> set[str]:
-        """Take where the blobs lie from the index; return the keys of blobs that are not plain."""
+        """Read from the index where the blobs lie; return the keys of blobs that are not plain."""
         extended = set()
         for index, info in self._metadata.storage_data.items():
             file, offset, length = info.relative_path, info.offset, info.length
             crc = self._crcs.get((index.fqn, file, offset, length))
             if self._crcs and crc is None:
-                text = f"the manifest does not know of its blob in {file} at {offset}"
+                text = f"the manifest does not know its blob in {file} at {offset}"
                 raise damage(self.checkpoint, METADATA_NAME, index.fqn, text)
             if getattr(info, "transform_descriptors", None):
                 extended.add(index.fqn)
@@ -184,8 +184,8 @@ class CheckpointSource(Source):
         return open_object(blob, f"{self.checkpoint}: {key!r}", allow_pickle=self._allow_pickle)
 
     def records(self, key: str) -> dict[str, bytes]:
-        """Return what an object was pickled to, by the names of torch's records, without what only
-        tells one archive from another. Raises as `value`.
+        """Return an object's pickled bytes, by the names of torch's records, without records that
+        only distinguish one archive from another. Raises the same as `value`.
         """
         blob = self._object(key)
         archive = Archive(lambda at, length: blob[at : at + length], len(blob))
@@ -224,8 +224,8 @@ class CheckpointSource(Source):
             raise damage(self.checkpoint, place.file, key, text) from error
 
     def checksums(self, key: str) -> dict[object, tuple[int, int]] | None:
-        """Return length and checksum of each blob of a key by its box, from the manifest alone;
-        None if there is none.
+        """Return length and checksum of each blob of a key, by its box, from the manifest alone;
+        None without a manifest.
         """
         if not self._crcs:
             return None
@@ -266,9 +266,7 @@ def _checksums(checkpoint: Path, manifest: Manifest) -> dict[tuple[str, str, int
 
 
 def _paths(metadata: Metadata) -> dict[str, tuple[Any, ...]]:
-    """Return where each key stood in the nested state; a key that nobody tells of is a name at the
-    top.
-    """
+    """Return where each key was in the nested state. A key without a path is a name at the top."""
     known = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     return {key: _path(key, known.get(key)) for key in metadata.state_dict_metadata}
 

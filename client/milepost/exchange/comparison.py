@@ -1,7 +1,7 @@
-"""Whether two sources hold the same: keys, what each of them is, and every byte.
+"""Compares two sources: their keys, what each key is, and every byte.
 
-How either side is sharded does not matter. Both streams are read side by side, so memory does not
-grow with a tensor.
+It does not matter how either side is sharded. Both streams are read side by side, so memory does
+not grow with the size of a tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Values(NamedTuple):
     """Two tensors of one shape and dtype whose elements differ.
 
     crc_a, crc_b: CRC-32 of all bytes, contiguous and row-major. differing: how many elements differ
-    in their bytes. largest: the largest difference between two elements; None where one is not a
+    in their bytes. largest: the largest difference between two elements; None if any is not a
     number.
     """
 
@@ -43,9 +43,9 @@ def compare_tensors(
     """Compare two tensors of one shape and dtype byte by byte; None if they are equal.
 
     Args:
-        on_bytes: told how many bytes more of each side were read.
+        on_bytes: called with the number of bytes read from each side since its last call.
 
-    Raises what reading either side raises.
+    Raises whatever reading either side raises.
     """
     form = a.tensors[key]
     crc_a = crc_b = differing = 0
@@ -98,10 +98,10 @@ def _largest(form: TensorForm, a: memoryview, b: memoryview) -> float | None:
 
 
 def equal_objects(a: Source, b: Source, key: str) -> bool:
-    """Tell whether both sides hold an equal object. Nothing is unpickled that is equal as it was
-    pickled; what is no plain data and is not, counts as different.
+    """Whether both sides hold an equal object. If the pickled bytes are equal, nothing is
+    unpickled. If they differ, objects that are not plain data count as different.
 
-    Raises what reading the files raises.
+    Raises whatever reading the files raises.
     """
     checkpoints = [each for each in (a, b) if isinstance(each, CheckpointSource)]
     if len(checkpoints) == 2 and checkpoints[0].records(key) == checkpoints[1].records(key):
@@ -115,7 +115,7 @@ def equal_objects(a: Source, b: Source, key: str) -> bool:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Tell whether two values are of one type and equal, tensors within them too."""
+    """Whether two values are of the same type and equal, including tensors in them."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -140,7 +140,7 @@ def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def same_by_manifests(a: Source, b: Source, key: str) -> bool:
-    """Tell whether the manifests of two checkpoints have the same checksums of the same shards."""
+    """Whether the manifests of two checkpoints have the same checksums for the same shards."""
     if not (isinstance(a, CheckpointSource) and isinstance(b, CheckpointSource)):
         return False
     found = a.checksums(key)

@@ -1,7 +1,7 @@
 """Writing a source as a checkpoint: one data file, torch's index, and our manifest.
 
-Byte for byte the form that a save has, so that stock torch, `load` and every command read it. What
-it lacks is a save: the manifest has no save id, so that retention counts it as another program's.
+The form is byte for byte that of a save, so stock torch, `load` and every command read it. Only the
+save id is missing from the manifest, so retention counts the checkpoint as another program's.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ DATA_NAME: Final = "__0_0.distcp"
 
 
 class _DataFile:
-    """The data file: what is written in order, with zeros in between, and a checksum of each
-    stretch.
+    """The data file. Bytes are written in order, with zeros in the gaps; each stretch gets a
+    checksum.
     """
 
     def __init__(self, draft: Draft) -> None:
@@ -99,13 +99,14 @@ def write_checkpoint(
     """Write the files of a checkpoint into an empty directory and sync them; return their bytes.
 
     Args:
-        keys: by each name in the checkpoint, in the order of the state, the source's key.
-        paths: by name, where it stands in the nested state.
-        nesting: what the paths do not tell.
-        final: how the directory will be called: the index records it.
-        on_bytes: told how many bytes more of the tensors were written.
+        keys: the source's key for each name in the checkpoint, in the order of the state.
+        paths: where each name is in the nested state.
+        nesting: what the paths do not say.
+        final: the final path of the directory, which the index records.
+        on_bytes: called with the number of the tensors' bytes written since its last call.
 
-    Raises: UsageError for what cannot be stored, StorageError, and what reading the source raises.
+    Raises: UsageError for tensors that cannot be stored, StorageError, and whatever reading the
+    source raises.
     """
     pickled = {
         name: serialise(name, source.value(key))
@@ -197,7 +198,7 @@ def _write_tensor(
 
 
 _OBJECT: Final = TensorForm(torch.uint8, ())
-"""What stands in the columns of an object."""
+"""Stands for an object in the columns."""
 
 
 def _offer(

@@ -1,7 +1,7 @@
-"""What gets its name only when it is whole: files, directories of them, and checkpoints.
+"""Output that gets its name only when it is whole: files, directories of files, and checkpoints.
 
-Everything is written beside its place under a name of its own, synced, and renamed. Whatever ends
-a block before that, also a full disk or an interrupt, removes what was written.
+Everything is written next to its place under another name, synced, and renamed. If anything ends a
+block before that, such as a full disk or an interrupt, what was written is removed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 WINDOW_BYTES: Final = 256 << 20
-"""Written before it is synced and leaves the page cache, which belongs to training."""
+"""How much is written before it is synced and dropped from the page cache, which belongs to
+training."""
 
 _SUFFIX: Final = ".milepost-"
 
 
 class Draft:
-    """A new file, written front to back. Use it as a context manager: it is synced at the end."""
+    """A new file, written from front to back. Use it as a context manager, which syncs it at the
+    end.
+    """
 
     def __init__(self, path: Path, size: int | None = None) -> None:
-        """Make the file and reserve its `size` in bytes; None: it is there, with holes to fill.
-        Raises StorageError.
+        """Make the file and reserve its `size` in bytes. None: the file exists and has holes to
+        fill. Raises StorageError.
         """
         self._path = path
         self._at = 0
@@ -62,7 +65,7 @@ class Draft:
                 self._let_go()
 
     def skip_to(self, at: int) -> None:
-        """Go on at an offset, behind zeros."""
+        """Fill with zeros up to an offset, and go on there."""
         assert at >= self._at
         self._at = at
 
@@ -108,10 +111,11 @@ def resolved(out: Path) -> Path:
 def file_draft(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield the path at which to write a file that becomes `target` when the block ends well.
 
-    Raises UsageError if `target` exists and is not to be overwritten, or is no file; StorageError.
+    Raises UsageError if `target` exists and must not be overwritten, or is not a file;
+    StorageError.
     """
     if target.exists() and not target.is_file():
-        raise UsageError("usage", f"{target} exists, and is no file")
+        raise UsageError("usage", f"{target} exists, and is not a file")
     _require_absent(target, overwrite)
     temp = _beside(target)
     try:
@@ -131,15 +135,15 @@ def folder_draft(
 ) -> Iterator[Path]:
     """Yield a directory to fill with files that appear in `target` when the block ends well.
 
-    A `target` that is not there appears by one rename. One that is there, which may be a mount
-    point, keeps its files: the new ones are moved in by name, `*.index.json` last, and those that
-    `is_replaced` make room. A kill amid these moves leaves a directory below `target` that holds
-    what has not been moved.
+    If `target` does not exist, it appears by one rename. If it exists (it may be a mount point), it
+    keeps its files: the new files are moved in one by one, `*.index.json` last, and files for which
+    `is_replaced` is true are replaced. If the process is killed between these moves, a directory
+    below `target` holds the files that were not moved yet.
 
-    Raises UsageError if a file would be replaced and is not to be overwritten; StorageError.
+    Raises UsageError if a file would be replaced but must not be overwritten; StorageError.
     """
     if target.exists() and not target.is_dir():
-        raise UsageError("usage", f"{target} exists, and is no directory")
+        raise UsageError("usage", f"{target} exists, and is not a directory")
     is_there = target.is_dir()
     taken = [name for name in sorted(os.listdir(target)) if is_replaced(name)] if is_there else []
     if taken and not overwrite:
@@ -166,7 +170,7 @@ def folder_draft(
 
 
 def _move_in(temp: Path, target: Path, taken: list[str]) -> None:
-    """Swap the files that make room for the new ones; on a failure, swap them back."""
+    """Exchange old files for the new ones; after a failure, exchange them back."""
     aside = temp / "replaced"
     new = sorted(os.listdir(temp), key=lambda name: (name.endswith(".index.json"), name))
     aside.mkdir()
@@ -241,7 +245,7 @@ def _require_absent(target: Path, overwrite: bool) -> None:
 
 
 def _beside(target: Path) -> Path:
-    """Return a new hidden name in the directory of `target`, which no root takes for a
-    checkpoint's.
+    """Return a new hidden name in the directory of `target`. A root never takes such a name for a
+    checkpoint.
     """
     return target.with_name(f".{target.name[:200]}{_SUFFIX}{secrets.token_hex(8)}")

@@ -1,5 +1,5 @@
-"""Files of other formats as sources: what torch.save wrote, safetensors, and sharded directories of
-either as Hugging Face lays them out.
+"""Files of other formats as sources: torch.save files, safetensors, and sharded directories of
+either, as Hugging Face lays them out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FOLDER_FILES: Final = (
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
 )
-"""What is looked for in a directory, in this order, which is that of transformers."""
+"""The files to look for in a directory, in this order. It is the order of transformers."""
 
 _MADV_PAGEOUT: Final = 21
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
@@ -46,12 +46,13 @@ def open_file(path: Path, *, allow_pickle: bool, on_checked: Callable[[int], Non
     """Return a file, or a directory of files, as a source; the caller closes it.
 
     Args:
-        path: what torch.save or safetensors wrote, the index of a sharded directory, or a directory
-            that holds one of `FOLDER_FILES`, or a single *.safetensors.
-        on_checked: told how many bytes more were compared with their checksums, or are none.
+        path: a file of torch.save or safetensors, the index of a sharded directory, or a directory
+            that holds one of `FOLDER_FILES` or a single *.safetensors.
+        on_checked: called with the number of bytes that were compared with their checksums, or that
+            have none.
 
     Raises:
-        UsageError: there is no such file, or it is of neither format.
+        UsageError: there is no such file, or it has neither format.
         LoadFailed: it needs `allow_pickle`, or cannot be read.
         CorruptCheckpoint: it is damaged.
     """
@@ -65,7 +66,7 @@ def open_file(path: Path, *, allow_pickle: bool, on_checked: Callable[[int], Non
 
 
 def measure(path: Path) -> int:
-    """Return how many bytes `open_file` checks before it returns, 0 if that cannot be told."""
+    """Return how many bytes `open_file` checks before it returns; 0 if that is not known."""
     try:
         file = _file_in(path)
         files = _shards(file, _weight_map(file)) if file.suffix == ".json" else [file]
@@ -75,7 +76,7 @@ def measure(path: Path) -> int:
 
 
 def _file_in(path: Path) -> Path:
-    """Return the path, or the file to begin with if it is a directory. Raises UsageError."""
+    """Return the path, or, for a directory, the file to begin with. Raises UsageError."""
     if not path.exists():
         raise UsageError("usage", f"{path}: no such file")
     if not path.is_dir():
@@ -124,14 +125,14 @@ def _unreadable(path: Path, error: OSError) -> LoadFailed:
 
 
 class _Safetensors(Source):
-    """One safetensors file. It has no checksums: what can be checked is its form."""
+    """One safetensors file. It has no checksums, so only its form can be checked."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
         self._name = file.name
         self._files = DataFiles(file.parent)
         self._stored, metadata = read_header(file)
-        # Tensors that are one and the same are written once, and the others named beside.
+        # A tied tensor is written once; the metadata names the other keys.
         for alias, kept in metadata.items():
             if alias != "format" and kept in self._stored and alias not in self._stored:
                 self._stored[alias] = self._stored[kept]
@@ -165,7 +166,7 @@ class StateSource(Source):
     """A nested state in memory, or mapped from a file, as a source."""
 
     def __init__(self, state: Mapping[Any, Any]) -> None:
-        """Take the state apart as DCP does. Raises UsageError for keys that collide."""
+        """Flatten the state as DCP does. Raises UsageError for keys that collide."""
         super().__init__()
         flat, paths = flatten(state)
         self.paths, self.nesting = paths, paths.nesting()
@@ -186,7 +187,7 @@ class StateSource(Source):
             self._values[key] = tensor.detach()
 
     def blocks(self, key: str, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
-        """See `Source`. What was yielded is dropped from memory where it is mapped from a file."""
+        """See `Source`. If the tensors are mapped from a file, drops yielded bytes from memory."""
         tensor: torch.Tensor = self._values[key]
         form = self.tensors[key]
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
@@ -203,7 +204,7 @@ class StateSource(Source):
             yield memory_of(part)
 
     def _drop(self, address: int, length: int) -> None:
-        """Give memory back that was read; nothing, unless it is mapped from a file."""
+        """Give back memory that was read, if it is mapped from a file."""
 
     def tensor(self, key: str) -> torch.Tensor:
         """Return a tensor itself."""
@@ -226,15 +227,15 @@ class _MappedState(StateSource):
         page = mmap.PAGESIZE
         low, high = -(-address // page) * page, (address + length) // page * page
         if low < high:
-            # It takes nothing away that the file does not have, whatever lies there, and a kernel
-            # that does not know it (before 5.4) reclaims the pages once memory is short.
+            # This loses nothing, since the file still has the bytes. A kernel that does not know
+            # the call (before 5.4) reclaims the pages once memory is short.
             _LIBC.madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), _MADV_PAGEOUT)
 
 
 def _torch_file(file: Path, allow_pickle: bool, on_checked: Callable[[int], None]) -> Source:
     """Return what torch.save wrote, its tensors mapped; a file of torch before 1.6 is read whole.
 
-    torch never looks at the checksums that it writes; they are compared here first.
+    torch never looks at the checksums that it writes, so they are compared here first.
     """
     with file.open("rb") as stream:
         is_archive = stream.read(2) == b"PK"
@@ -262,7 +263,7 @@ def _torch_file(file: Path, allow_pickle: bool, on_checked: Callable[[int], None
 
 
 def _is_in(tensor: torch.Tensor, size: int, crc: int) -> bool:
-    """Tell whether a tensor's elements are in the record of this size and checksum."""
+    """Whether a tensor's elements are in the record with this size and checksum."""
     storage = tensor.untyped_storage()
     if storage.nbytes() != size:
         return False
@@ -282,8 +283,8 @@ def _damaged(file: Path, record: str, keys: Sequence[str]) -> CorruptCheckpoint:
 def _check_archive(
     file: Path, on_checked: Callable[[int], None]
 ) -> tuple[bool, dict[str, tuple[int, int]]]:
-    """Compare the checksums of an archive. Returns whether it has any, and of each record that is
-    damaged the size and the checksum of its bytes.
+    """Compare the checksums of an archive. Return whether it has any, and, for each damaged record,
+    its size and the checksum of its bytes.
     """
     damaged: dict[str, tuple[int, int]] = {}
     files = DataFiles(file.parent)
@@ -325,7 +326,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise CorruptCheckpoint("corrupt", f"{index} is no JSON: {error}") from error
     weight_map = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UsageError("usage", f"{index} is no index: it has no weight_map")
+        raise UsageError("usage", f"{index} is not an index: it has no weight_map")
     for name in weight_map.values():
         path = PurePosixPath(str(name))
         if not isinstance(name, str) or path.is_absolute() or ".." in path.parts or not path.parts:

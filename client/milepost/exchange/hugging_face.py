@@ -28,14 +28,18 @@ _OWN: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetenso
 
 
 def is_own(name: str) -> bool:
-    """Tell whether a file's name is one of the layout: loaders would take it for this model's."""
+    """Whether a file's name belongs to the layout, so that loaders would take it for this
+    model's.
+    """
     return _OWN.fullmatch(name) is not None
 
 
 def split(
     keys: Iterable[str], forms: Mapping[str, TensorForm], max_shard_bytes: int
 ) -> list[list[str]]:
-    """Divide tensors among shards: in order, none above the limit but a tensor that alone is."""
+    """Divide tensors among shards, in order. A shard exceeds the limit only if a single tensor
+    does.
+    """
     shards: list[list[str]] = [[]]
     size = 0
     for key in keys:
@@ -58,13 +62,13 @@ def write_file(
     """Write a new safetensors file and sync it.
 
     Args:
-        keys: of the source's tensors.
-        names: what each is called in the file; aliases, too.
-        tied: by alias the key that it stands for; those of this file's keys are named in its
-            metadata, as `safetensors.torch.save_model` does.
-        on_bytes: told how many bytes more of the tensors were written.
+        keys: keys of the source's tensors.
+        names: the name of each key in the file; aliases, too.
+        tied: for each alias, the key that it stands for. The file's metadata names the aliases of
+            its keys, as `safetensors.torch.save_model` does.
+        on_bytes: called with the number of the tensors' bytes written since its last call.
 
-    Raises: StorageError, and what reading the source raises.
+    Raises: StorageError, and whatever reading the source raises.
     """
     ordered = aligned_first(keys, source.tensors)
     forms = {names[key]: source.tensors[key] for key in ordered}

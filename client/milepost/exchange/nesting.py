@@ -1,8 +1,7 @@
-"""A nested state put together from the keys of a source, without a template.
+"""Builds a nested state from the keys of a source, without a template.
 
-Whatever a checkpoint tells of its dicts (keys that are no text, dicts that are empty) is heeded,
-and parts of keys may be taken off the front. `reading.nesting` is for states that show their
-containers.
+Uses what a checkpoint says about its dicts (keys that are not text, empty dicts), and can remove a
+prefix from keys. `reading.nesting` is for states that show their containers.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ if TYPE_CHECKING:
     from milepost.reading.nesting import SavedNesting
 
 LIST_MAX: Final = 1 << 24
-"""Longest list in a nested state; its length is what an index says, and not to be believed."""
+"""Longest list in a nested state. Its length comes from an index, which must not be trusted."""
 
 
 class Step(NamedTuple):
-    """One step into a nested state: an index of a list, or a key of a dict."""
+    """One step into a nested state: an index into a list, or a key of a dict."""
 
     key: Any
     is_index: bool
@@ -32,7 +31,7 @@ Steps = tuple[Step, ...]
 
 
 def steps_of(path: Sequence[Any], saved: SavedNesting) -> Steps:
-    """Return the steps of a path as torch tells it, keys as they were when they were saved."""
+    """Return the steps of a path in torch's form, with the keys as they were when saved."""
     return tuple(
         Step(part, True)
         if isinstance(part, int) and depth
@@ -42,8 +41,8 @@ def steps_of(path: Sequence[Any], saved: SavedNesting) -> Steps:
 
 
 def without_prefix(steps: Steps, prefix: str) -> Steps | None:
-    """Return the steps that are left if the text of the whole loses its beginning, which may end
-    within a key; None if it does not begin so.
+    """Return the steps without a prefix of their text; the prefix may end within a key. None if
+    they do not have this prefix.
     """
     left = prefix
     for depth, step in enumerate(steps):
@@ -64,8 +63,8 @@ def nested(
 ) -> dict[Any, Any]:
     """Return the values nested as their steps say, and empty dicts where nothing else is.
 
-    Places of a list that nothing names hold None, as torch leaves them. Optimizers, which count
-    parameters, get their numbers back as numbers.
+    Places of a list that no key names hold None, as with torch. In the state of an optimizer, the
+    numbers of parameters become numbers again.
 
     Raises CorruptCheckpoint for steps that contradict one another.
     """
@@ -83,7 +82,7 @@ def nested(
 
 
 def _put(root: dict[Any, Any], steps: Steps, value: Any) -> bool:
-    """Set the value there, unless something else is there or in the way: then return False."""
+    """Set the value there. Return False if something else is there or in the way."""
     at: Any = root
     for depth, step in enumerate(steps):
         if step.is_index:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _GLOBAL: Final = re.compile(r"GLOBAL ([\w.]+) (?:was not an allowed|whose module)")
-"""How torch says of a file of before 1.6 what it refuses."""
+"""How torch's error names what it refuses in a file from before 1.6."""
 
 
 def open_object(blob: bytes, what: str, *, allow_pickle: bool = False) -> Any:
@@ -24,11 +24,11 @@ def open_object(blob: bytes, what: str, *, allow_pickle: bool = False) -> Any:
 
     Args:
         what: names it in errors.
-        allow_pickle: also of classes that are no plain data, whose code runs then.
+        allow_pickle: also unpickle classes that are not plain data, which runs their code.
 
     Raises:
-        LoadFailed: `unsafe-object` if it names a class that is no plain data, `load-failed` if it
-            is nothing that torch.save writes.
+        LoadFailed: `unsafe-object` if it names a class that is not plain data, `load-failed` if
+            torch.save did not write it.
     """
     with _reported(what):
         return load_object(blob, allow_pickle=allow_pickle, map_location="cpu")
@@ -47,15 +47,15 @@ def open_archive(file: Path, *, allow_pickle: bool, is_mapped: bool) -> Any:
 def _reported(what: str) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
-            # Deprecations of the storage classes that the file itself names.
+            # Ignore deprecations of storage classes that the file itself names.
             warnings.simplefilter("ignore")
             yield
     except MemoryError:
         raise
     except ObjectRefused as refused:
         raise _unsafe(what, refused.names) from refused
-    # Unpickling may fail in any way, by what an opcode meets; with `allow_pickle`, by what a class
-    # raises.
+    # Unpickling may fail in any way, since opcodes may meet anything. With `allow_pickle`, a class
+    # may raise anything, too.
     except Exception as error:
         named = _GLOBAL.search(str(error))
         if isinstance(error, pickle.UnpicklingError) and named is not None:

@@ -1,9 +1,9 @@
 """The safetensors format: an 8-byte length, a JSON header, and the tensors' bytes.
 
-Written down here rather than taken from the `safetensors` package: the format is these few lines,
-the package's writer wants all tensors of a file in memory, and a checkpoint tool should add no
-dependency to a trainer's environment. Its tests read what is written here with that package, and
-the other way round. Source: https://github.com/huggingface/safetensors, README.
+This module does not use the `safetensors` package: the format is only these few lines, the
+package's writer needs all tensors of a file in memory, and a checkpoint tool should add no
+dependency to a trainer's environment. The tests read this module's files with that package, and the
+other way round. Source: https://github.com/huggingface/safetensors, README.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from milepost.wire.offers import Box
 
 HEADER_BYTES_MAX: Final = 100_000_000
-"""What the reference implementation reads at most."""
+"""Largest header that the reference implementation reads."""
 
 METADATA_KEY: Final = "__metadata__"
 
@@ -63,8 +63,8 @@ class Stored(NamedTuple):
 
 
 def require_dtypes(forms: Mapping[str, TensorForm]) -> None:
-    """Raise UsageError (`unsupported-tensor`) that names the tensors the format has no dtype for,
-    or no name.
+    """Raise UsageError (`unsupported-tensor`) if the format lacks a tensor's dtype or name; names
+    these tensors.
     """
     for key, form in forms.items():
         if form.dtype not in _NAMES:
@@ -76,13 +76,13 @@ def require_dtypes(forms: Mapping[str, TensorForm]) -> None:
         if key == METADATA_KEY:
             raise UsageError(
                 "unsupported-tensor",
-                f"a tensor called {METADATA_KEY!r} has no place in safetensors",
+                f"a tensor called {METADATA_KEY!r} cannot be stored in safetensors",
                 "export --to torch, or save it under another name",
             )
 
 
 def encode_header(forms: Mapping[str, TensorForm], metadata: Mapping[str, str]) -> bytes:
-    """Return what a file begins with. The tensors follow in the order of `forms`, without gaps."""
+    """Return the beginning of a file. The tensors follow in the order of `forms`, without gaps."""
     header: dict[str, Any] = {METADATA_KEY: dict(metadata)} if metadata else {}
     at = 0
     for key, form in forms.items():
@@ -93,7 +93,7 @@ def encode_header(forms: Mapping[str, TensorForm], metadata: Mapping[str, str]) 
         }
         at += form.bytes
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    # Padded, so that the elements begin on a multiple of eight bytes.
+    # Pad it, so that the elements begin on a multiple of eight bytes.
     text += b" " * (-len(text) % 8)
     return _LENGTH.pack(len(text)) + text
 
@@ -106,7 +106,7 @@ def aligned_first(keys: Iterable[str], forms: Mapping[str, TensorForm]) -> list[
 def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """Return a file's tensors in the order of their bytes, and its metadata.
 
-    Raises: CorruptCheckpoint if the file is not whole, or no safetensors; OSError.
+    Raises: CorruptCheckpoint if the file is not whole or not a safetensors file; OSError.
     """
     with path.open("rb") as file:
         file_bytes = file.seek(0, 2)
@@ -142,7 +142,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands in it twice")
+        raise ValueError("a name is in it twice")
     return found
 
 

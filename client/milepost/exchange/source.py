@@ -1,7 +1,7 @@
 """What can be exported, imported and compared: tensors as streams of bytes, and objects.
 
-A checkpoint is one source, a file of another format another. None holds more than a few blocks of
-its tensors in memory.
+A checkpoint is a source, and so is a file of another format. A source never holds more than a few
+blocks of its tensors in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK_BYTES: Final = 8 << 20
 
 
 class TensorForm(NamedTuple):
-    """What a tensor is, without its values."""
+    """A tensor's dtype and size, without its values."""
 
     dtype: torch.dtype
     size: Box
@@ -34,12 +34,12 @@ class TensorForm(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """The number of elements."""
         return prod(self.size)
 
     @property
     def bytes(self) -> int:
-        """Of all elements, contiguous."""
+        """The number of bytes of all elements, contiguous."""
         return self.elements * self.dtype.itemsize
 
     @property
@@ -52,11 +52,11 @@ class Source(ABC):
     """Something with named tensors and objects, by the keys of a flattened state.
 
     Attributes:
-        tensors: what each tensor is.
+        tensors: dtype and size of each tensor.
         objects: keys of objects.
-        paths: where each key stands in the nested state, in the order of the state.
-        nesting: what the paths do not tell of the state's dicts.
-        unreadable: tensors that have no plain bytes, and why; they are among neither of the above.
+        paths: where each key is in the nested state, in the order of the state.
+        nesting: what the paths do not say about the state's dicts.
+        unreadable: tensors without plain bytes, and why; they are not in `tensors` or `objects`.
         unchecked: tensors and objects that were read and whose bytes carry no checksum.
     """
 
@@ -69,8 +69,8 @@ class Source(ABC):
         self.unchecked: list[str] = []
 
     def require_readable(self, keys: Sequence[str]) -> None:
-        """Raise UsageError (`unsupported-tensor`) that names those of the keys that have no plain
-        bytes.
+        """Raise UsageError (`unsupported-tensor`) if any of the keys has no plain bytes; names
+        these keys.
         """
         faults = [f"{key!r}: {self.unreadable[key]}" for key in keys if key in self.unreadable]
         if faults:
@@ -84,8 +84,8 @@ class Source(ABC):
     def blocks(self, key: str, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
         """Yield a tensor's bytes, contiguous and row-major, in blocks of at most `block_bytes`.
 
-        A block is to be read only, and until the next one is asked for. The stream ends with an
-        error if a checksum does not match: what was made of the blocks before is to be thrown away.
+        Only read a block, and only until you ask for the next one. If a checksum does not match,
+        the stream ends with an error: then throw away what you made of the earlier blocks.
         """
 
     @abstractmethod
@@ -94,11 +94,11 @@ class Source(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close what is open."""
+        """Close all files."""
 
 
 def is_plain(dtype: torch.dtype) -> bool:
-    """Tell whether tensors of this dtype are their bytes and nothing else."""
+    """Whether tensors of this dtype consist of their bytes and nothing else."""
     try:
         dtype_name(dtype)
     except UsageError:

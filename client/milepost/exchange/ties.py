@@ -1,12 +1,12 @@
-"""Which tensors of a checkpoint are one and the same: weights that a model ties.
+"""Finds tied weights: tensors of a checkpoint that are one tensor in the model.
 
-A checkpoint holds such a weight once under each name and does not say that they are one, so what is
-one has to be told by its bytes, and not everything that is equal is tied: layers that were copied
-from one another, and whatever was initialised alike, are equal too until they are trained, and a
-loader needs each of them. Tensors are taken for tied if they are equal in dtype, shape and every
-byte, have two dimensions or more, are not one value throughout, and go by different names: of the
-name without its last part (`weight`), the last part has to differ, as `wte` and `lm_head` do, and
-those of two layers or of a model and its average do not.
+A checkpoint holds such a weight under each of its names and does not say that they are one. So it
+has to be found by its bytes. But equal tensors need not be tied: layers that were copied from one
+another, or initialised alike, are equal until they are trained, and a loader needs each of them.
+Two tensors count as tied if all of this is true: dtype, shape and every byte are equal; they have
+two dimensions or more; they do not have the same value everywhere; and the modules that own them
+have different names. That name is the next to last part of the key: `wte` and `lm_head` differ, but
+the names in two layers, or in a model and its average, do not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from milepost.exchange.source import Source
 
 SAMPLE_BYTES: Final = 4096
-"""Of each tensor that shares its shape with another, so much is looked at before all of it is."""
+"""How much of each tensor is compared first, before whole tensors of the same shape are
+compared.
+"""
 
 _CELLS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -34,15 +36,15 @@ def tied_to(
     on_more: Callable[[int], None],
     on_bytes: Callable[[int], None],
 ) -> dict[str, str]:
-    """Return for each alias the first key that holds the same tensor: of a model's weights, that is
-    its input embedding, of which loaders make the others.
+    """Return, for each alias, the first key that holds the same tensor. Among a model's tied
+    weights this is usually the input embedding, from which loaders make the others.
 
     Args:
-        keys: of tensors, in the order of the state.
-        on_more: told how many bytes more will be read.
-        on_bytes: told how many of them were.
+        keys: keys of tensors, in the order of the state.
+        on_more: called with the number of bytes that will be read in addition.
+        on_bytes: called with the number of bytes read since its last call.
 
-    Raises what reading the source raises.
+    Raises whatever reading the source raises.
     """
     forms = source.tensors
     matrices = [key for key in keys if len(forms[key].size) > 1 and forms[key].bytes]
@@ -71,8 +73,8 @@ def _alike(keys: Sequence[str], trait: Callable[[str], Hashable]) -> Iterator[li
 
 
 def _module(key: str) -> str:
-    """Return the name of the module that owns a parameter, by which tied ones differ, without
-    numbers: `lm_head` of `lm_head.weight`, the key itself if that has one part.
+    """Return the name of the module that owns a parameter, without numbers: `lm_head` for
+    `lm_head.weight`, or the key itself if it has one part. The names of tied tensors differ.
     """
     parts = key.split(".")
     return re.sub(r"\d+", "", parts[-2] if len(parts) > 1 else parts[0])
@@ -83,7 +85,7 @@ def _sample(source: Source, key: str) -> bytes:
 
 
 def _digest(source: Source, key: str, on_bytes: Callable[[int], None]) -> bytes | None:
-    """Return what tells a tensor's bytes from others; None if all its elements are one value."""
+    """Return a digest of a tensor's bytes; None if all its elements have the same value."""
     digest = hashlib.blake2b(digest_size=32)
     cell = _CELLS[min(8, source.tensors[key].dtype.itemsize)]
     first, is_one_value = None, True

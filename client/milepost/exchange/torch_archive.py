@@ -1,9 +1,9 @@
-"""Writing what torch.save would write, without the tensors in memory.
+"""Writes what torch.save would write, without the tensors in memory.
 
-torch itself writes the archive around stand-ins, leaving out their bytes (`skip_data`); these are
-then put into the holes as they stream by, and their checksums beside them. The file is one that
-torch.load takes for any other. Sources: torch/serialization.py (2.13); APPNOTE.TXT of the zip
-format, 4.3 and 4.5.
+torch itself writes the archive around stand-ins and leaves out their bytes (`skip_data`). Then the
+real bytes are written into the holes as they are read, and their checksums are filled in.
+torch.load reads the result as any other file. Sources: torch/serialization.py (2.13); APPNOTE.TXT
+of the zip format, 4.3 and 4.5.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from milepost.exchange.source import Source, TensorForm
 
 _SPACING: Final = 64
-"""Bytes between the addresses that stand-ins claim: torch tells storages apart by address."""
+"""Bytes between the addresses that stand-ins claim. torch distinguishes storages by address."""
 
 
 class _Keys:
-    """What torch takes for the pickle module: notes which storage gets which record."""
+    """Stands in for the pickle module: notes which storage gets which record."""
 
     def __init__(self) -> None:
         self.storages: dict[str, torch.UntypedStorage] = {}
@@ -58,8 +58,8 @@ class _Keys:
 
 
 class _StandIns:
-    """Tensors that only claim their bytes, each at an address of its own. They must be neither read
-    nor written.
+    """Tensors that only claim their bytes, each at an address of its own. Never touch their
+    bytes.
     """
 
     def __init__(self, forms: Mapping[str, TensorForm]) -> None:
@@ -89,13 +89,13 @@ def write_archive(
     """Write a new file that torch.load reads back as the nested state, and sync it.
 
     Args:
-        tensors: which of the source's tensors.
-        nest: makes the state, objects included, from what stands in for the tensors.
-        on_bytes: told how many bytes more of the tensors were written.
+        tensors: which of the source's tensors to write.
+        nest: makes the state, objects included, from the stand-ins for the tensors.
+        on_bytes: called with the number of the tensors' bytes written since its last call.
 
     Raises:
         UsageError: `unpicklable` for an object that torch cannot pickle.
-        StorageError, and what `nest` or reading the source raises.
+        StorageError, and whatever `nest` or reading the source raises.
     """
     stand_ins = _StandIns(tensors)
     state = nest(stand_ins.tensors)
@@ -129,7 +129,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Iterator[memoryview]:
 
 
 class _Record(NamedTuple):
-    """A storage's place in the archive. at: of its first byte. crcs_at: where its checksum goes."""
+    """A storage's place in the archive. at: its first byte. crcs_at: where its checksum goes."""
 
     key: str
     at: int
@@ -153,7 +153,7 @@ _IN_EXTRA: Final = 0xFFFFFFFF
 def _records(path: Path) -> list[_Record]:
     """Return the archive's holes in the order of the file.
 
-    The archive is torch's own, of a moment ago, so a deviation is a fault of ours and asserted.
+    torch wrote the archive a moment ago, so a deviation is a bug of ours and fails an assertion.
     """
     found = []
     with path.open("rb") as file:
@@ -192,8 +192,8 @@ def _records(path: Path) -> list[_Record]:
 
 
 def _wide(extra: bytes, *values: int) -> tuple[int, ...]:
-    """Return the values, each that does not fit 32 bits taken from the zip64 extra field, where
-    they stand in this order.
+    """Return the values. A value that does not fit into 32 bits is taken from the zip64 extra
+    field, which has such values in this order.
     """
     at = 0
     while at < len(extra):

@@ -1,7 +1,7 @@
-"""Bytes of a checkpoint's blobs: by `fetch`, and by torch's own reader where only that one can.
+"""Reads a checkpoint's blobs: by `fetch`, or by torch's own reader if only that one can.
 
-What is wanted, and where it goes, is decided elsewhere: a `BlobReader` is told keys and memory. It
-is made once a load, and every rank of the group calls the same of its methods in the same order.
+Other modules decide what is wanted and where it goes: a `BlobReader` gets keys and memory. It is
+made once for each load, and all ranks of the group call the same methods in the same order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BlobReader(Protocol):
         ...
 
     def fill(self, destinations: Sequence[Destination]) -> None:
-        """Fill memory with elements of tensors; of another dtype, as `Tensor.copy_` converts."""
+        """Fill memory with elements of tensors. Converts dtypes as `Tensor.copy_` does."""
         ...
 
 
@@ -55,12 +55,12 @@ class FetchReader:
 
     Args:
         checkpoint: its directory.
-        index: what `read_index` has read there.
-        is_checked: compare checksums.
-        neighbours: the ranks with which it shares what it reads.
+        index: the result of `read_index` for it.
+        is_checked: whether to compare checksums.
+        neighbours: the ranks with which it shares reads.
 
-    Raises CorruptCheckpoint for what is damaged, naming files and keys, and what of the memory was
-    written to before that was found.
+    Raises CorruptCheckpoint for damage. It names files and keys, and the tensors that were written
+    to before the damage was found.
     """
 
     def __init__(
@@ -112,11 +112,12 @@ class FetchReader:
 
 
 def settled(checkpoint: Path, tensors: Sequence[TensorRead], found: Fetched) -> Fetched:
-    """Return what a fetch has found, if it is right; the log tells what could not be checked.
+    """Return the result of a fetch if it is undamaged. The log names keys that could not be
+    checked.
 
-    tensors: what was asked for.
+    tensors: the tensors that were asked for.
 
-    Raises CorruptCheckpoint for damage, with files and keys, and what was written to before.
+    Raises CorruptCheckpoint for damage, with files and keys, and the tensors written to before.
     """
     if found.unchecked:
         log.info(
@@ -140,11 +141,11 @@ def settled(checkpoint: Path, tensors: Sequence[TensorRead], found: Fetched) -> 
 
 
 def damaged(checkpoint: Path, text: str) -> CorruptCheckpoint:
-    """Return the error of a checkpoint that is not what was written."""
+    """Return the error for a damaged checkpoint."""
     return CorruptCheckpoint(
         "corrupt",
         f"{checkpoint} is damaged: {text}",
-        "load another step, or fallback=True; verify=False loads it as it is",
+        "load another step, or use fallback=True; verify=False loads it without checks",
     )
 
 
@@ -197,7 +198,7 @@ class TorchReader:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Takes what torch's reader reads to where it is wanted; it has nothing to plan."""
+    """Puts what torch's reader reads where it is wanted; has nothing to plan."""
 
     def __init__(self, destinations: dict[str, list[Destination]]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Which checkpoint a load takes: of a step, the newest, or the newest that is whole.
+"""Which checkpoint a load takes: that of a step, the newest, or the newest that is whole.
 
-Rank 0 looks, since what ranks see of a shared directory may differ; it tells the others.
+Rank 0 chooses and tells the others, since ranks may see a shared directory differently.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from milepost.storage.root import Root
 log = logging.getLogger("milepost")
 
 UNREADABLE: Final = frozenset({"corrupt", "io-error", "not-found"})
-"""Codes of a checkpoint that is not whole; the others speak of the state."""
+"""Error codes of a checkpoint that is not whole. Other codes are about the state."""
 
 
 class Loaded(NamedTuple):
-    """A report, and the name of the checkpoint it is about."""
+    """A report, and the name of the checkpoint that was loaded."""
 
     report: LoadReport
     name: str
@@ -42,11 +42,13 @@ def load_chosen(
     topic: str,
     timeout_s: float,
 ) -> Loaded:
-    """Load a committed checkpoint of a root: of that step, or the newest. All ranks call it.
+    """Load a committed checkpoint of a root: the one of this step, or the newest. All ranks call
+    it.
 
-    fallback: where it is damaged, take the next older one, and so on, and say so in the log.
+    fallback: if it is damaged, take the next older one, and so on, and say so in the log.
 
-    Raises LoadFailed("not-found"), naming the steps there are, and what `load_checkpoint` raises.
+    Raises LoadFailed("not-found"), which names the steps there are, and whatever `load_checkpoint`
+    raises.
     """
     last: CheckpointEntry | None = None
     """What rank 0 has chosen."""
@@ -74,8 +76,8 @@ def load_chosen(
                 assert fault is not None
                 raise type(fault)(
                     fault.code,
-                    f"{fault.message}; there is no older checkpoint that is whole, of steps "
-                    f"{listed(damaged)} none is",
+                    f"{fault.message}; no older checkpoint is whole either: steps "
+                    f"{listed(damaged)} are damaged",
                     fault.hint,
                 )
         return json.dumps([last.step, last.name]).encode()
@@ -100,13 +102,13 @@ def load_chosen(
             fault = error
             damaged.append(chosen)
             if group.rank == 0:
-                log.warning("step %s is passed over, an older one is loaded: %s", chosen, error)
+                log.warning("step %s is damaged, so an older one is loaded: %s", chosen, error)
             continue
         return Loaded(replace(report, damaged=tuple(damaged)), name)
 
 
 def _has_no_order(entry: CheckpointEntry) -> bool:
-    """Tell whether it is a checkpoint of ours that does not say how new it is."""
+    """Whether it is a checkpoint of ours that does not say how new it is."""
     return not entry.save_id and (entry.path / MANIFEST_NAME).exists()
 
 

@@ -1,6 +1,6 @@
-"""Where the elements of tensors go: each tensor that is loaded as boxes of memory on this rank.
+"""Where the elements of tensors go: describes each tensor to fill as boxes of memory on this rank.
 
-Boxes are found as for saving, so that whatever can be saved can be loaded into.
+Finds boxes as saving does, so that every tensor that can be saved can also be filled.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from milepost.wire.offers import Kind
 def destinations_of(
     tensors: Mapping[str, torch.Tensor],
 ) -> tuple[list[Destination], list[tuple[str, str]]]:
-    """Return the boxes of tensors that this rank holds, and key and reason of each tensor that
-    cannot be filled.
+    """Return the boxes of tensors that this rank holds, and the key and the reason for each tensor
+    that cannot be filled.
 
-    A DTensor outside its mesh has none.
+    A DTensor outside its mesh has no box.
     """
     items, faults = sort_out(tensors, {})
     found = [
@@ -35,7 +35,7 @@ def destinations_of(
     refused = []
     for key, text in faults:
         value = tensors[key]
-        # Subclasses with operations of their own may be copied to, which is all that torch asks.
+        # A subclass with operations of its own may still support `copy_`; torch needs no more.
         if sort_of(type(value)) is Sort.REFUSED:
             found.append(Destination(key, (0,) * value.dim(), value.detach()))
         else:

@@ -1,10 +1,11 @@
-"""What a load takes from a checkpoint, and where each value lands: a template beside an index.
+"""Compares a template with an index: what a load takes from a checkpoint, and where each value
+goes.
 
-Reads no data and changes nothing. Keys are matched as torch's `DefaultLoadPlanner` does, those of
-torch before 2.4 included, which kept a dict without tensors as one object. Beyond that, places that
-are empty in the template (an empty dict or list, None, what an optimizer keeps of a parameter it
-has not stepped, the end of a list) stand for what the checkpoint holds there. Source:
-torch/distributed/checkpoint/default_planner.py (2.13).
+Reads no data and changes nothing. Matches keys as torch's `DefaultLoadPlanner` does, including keys
+of torch before 2.4, which stored a dict without tensors as one object. Besides, empty places of the
+template are filled with what the checkpoint holds there. An empty place is an empty dict or list,
+None, the state of an optimizer for a parameter that it has not stepped, or the end of a list.
+Source: torch/distributed/checkpoint/default_planner.py (2.13).
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ _PER_RANK: Final = re.compile(rf"{PER_RANK}/(\d+)/")
 
 
 class Landing(NamedTuple):
-    """Where the value of a key goes: to `holder[name]`, or along `path` below what is there."""
+    """Where the value of a key goes: to `holder[name]`, or along `path` below that."""
 
     key: str
     holder: Any
     name: Any
     base: Path
-    """Where `holder[name]` stands in the state."""
+    """Where `holder[name]` is in the state."""
     path: Path
     name_of: Naming
 
 
 class Saved(Protocol):
-    """What a checkpoint remembers of how its state was nested."""
+    """What a checkpoint says about the nesting of its state."""
 
     def names(self, path: Path) -> Mapping[str, Any]:
-        """Return of the dict at a path the keys that were no text, by their text."""
+        """Return those keys of the dict at a path that were not text, by their text."""
         ...
 
     def empty(self) -> Iterable[Path]:
@@ -55,24 +56,24 @@ class Saved(Protocol):
 
 @dataclass
 class Match:
-    """What is to be loaded on this rank."""
+    """What this rank has to load."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By key, the memory to fill: of the template, or made for the purpose."""
+    """By key, the memory to fill: the template's, or memory that was made for it."""
     objects: dict[str, None] = field(default_factory=dict)
     """Keys of objects, in order."""
     landings: list[Landing] = field(default_factory=list)
-    """Of objects, and of tensors that were made."""
+    """Where objects go, and tensors whose memory was made."""
     empty: list[Landing] = field(default_factory=list)
-    """Of empty dicts, where nothing is in their place."""
+    """Where empty dicts go, if nothing is there."""
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
-    """What the template had only an empty place for."""
+    """Keys for which the template had only an empty place."""
     shapes: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
-    """What does not fit, a sentence a key: shapes, dtypes, and anything else."""
+    """What does not fit, one sentence for each key: shapes, dtypes, and anything else."""
     casts: set[str] = field(default_factory=set)
     """Tensors that are converted to another dtype."""
     per_rank: dict[str, Any] = field(default_factory=dict)
@@ -91,11 +92,11 @@ class _Hollow(NamedTuple):
     leaf: str = ""
     """Its key, if the template asks for it as a value."""
     first_index: int = 0
-    """Of a list, the end."""
+    """For a list: the first index that is missing."""
     is_asked: bool = False
-    """The caller wrote None: then tensors are taken that lie in several shards, too."""
+    """The caller wrote None. Then tensors that lie in several shards are loaded, too."""
     parameters: Mapping[str, torch.Tensor] | None = None
-    """By their names in the state, the parameters of the optimizer whose state this is."""
+    """The parameters of the optimizer whose state this is, by their names in the state."""
 
 
 def match(
@@ -110,12 +111,12 @@ def match(
     """Return what to load.
 
     Args:
-        template: what is asked for.
+        template: what the caller asks for.
         metadata: the checkpoint's index.
-        rank: whose own state to load beside.
-        cast: tensors of another dtype are converted, not refused.
-        is_whole: take everything that the checkpoint holds; the template is empty.
-        saved: asked only where the template has empty places, or for a rank's own state.
+        rank: the rank whose own state to load, too.
+        cast: convert tensors of another dtype instead of refusing them.
+        is_whole: load everything that the checkpoint holds; the template is empty.
+        saved: used only if the template has empty places, or for a rank's own state.
     """
     matcher = _Matcher(template, metadata, cast, saved)
     matcher.match_template(is_whole)
@@ -170,7 +171,7 @@ class _Matcher:
         found.missing += absent
 
     def match_rank(self, rank: int) -> None:
-        """Take the rank's own state."""
+        """Match the rank's own state."""
         found, box = self.found, {"": self.found.per_rank}
         prefix = per_rank_prefix(rank)
 
@@ -196,7 +197,7 @@ class _Matcher:
     # --- exact keys
 
     def _pair(self, leaf: Leaf, entry: Any) -> None:
-        """Take a key that both sides have."""
+        """Match a key that both sides have."""
         if isinstance(entry, TensorStorageMetadata) and isinstance(leaf.value, torch.Tensor):
             self._pair_tensor(leaf, entry)
         elif isinstance(leaf.holder, MutableMapping | list):
@@ -222,7 +223,7 @@ class _Matcher:
         found.tensors[key] = value
 
     def _land(self, entry: Any, landing: Landing, memory: torch.Tensor | None = None) -> None:
-        """Take a key whose value is made by the load."""
+        """Match a key whose value the load makes."""
         found, key = self.found, landing.key
         found.landings.append(landing)
         if isinstance(entry, BytesStorageMetadata):
@@ -235,8 +236,8 @@ class _Matcher:
     # --- a dict or list that the checkpoint has as one object
 
     def _take_whole_branches(self, absent: dict[str, Leaf]) -> Iterator[str]:
-        """Take the value of each branch that the checkpoint holds as one object, and yield its key:
-        a list without tensors, and with torch before 2.4 also a dict.
+        """Match each branch that the checkpoint holds as one object, and yield its key. That is a
+        list without tensors, or, with torch before 2.4, a dict.
         """
         keys = list(self._template.leaves)
         taken: list[Path] = []
@@ -281,7 +282,7 @@ class _Matcher:
         return found
 
     def _optimizer_state(self, branch: Branch, groups: list[Any]) -> _Hollow:
-        """Return the place of an optimizer's state, which appears parameter by parameter."""
+        """Return the place of an optimizer's state, which fills parameter by parameter."""
         names = parameter_names(groups)
         self._own_names[branch.path] = {str(name): name for name in (*names, *branch.value)}
         optimizer = None
@@ -297,7 +298,7 @@ class _Matcher:
         return _Hollow(branch.holder, branch.name, parameters=parameters)
 
     def _fill(self, key: str, entry: Any, hollows: Mapping[Path, _Hollow]) -> _Hollow | None:
-        """Take a key that the template has an empty place for; return that."""
+        """Match a key for which the template has an empty place; return this place."""
         path = self._path(key)
         for at in range(len(path) - 1, -1, -1):
             hollow = hollows.get(path[:at])
@@ -310,7 +311,7 @@ class _Matcher:
             if isinstance(entry, TensorStorageMetadata):
                 memory = _like_parameter(entry, str(first), hollow.parameters)
                 if memory is None and len(entry.chunks) > 1 and not hollow.is_asked:
-                    # It is sharded, and nobody knows how this rank wants it.
+                    # It is sharded, and nothing says how this rank wants it.
                     return None
             landing = Landing(key, hollow.holder, hollow.name, path[:at], path[at:], self._name_of)
             self._land(entry, landing, memory)
@@ -318,7 +319,7 @@ class _Matcher:
         return None
 
     def _path(self, key: str) -> Path:
-        """Return where a key of the checkpoint stood in the state."""
+        """Return where a key of the checkpoint was in the state."""
         path = self._paths.get(key)
         if not isinstance(path, tuple) or not path:
             return (key,)
@@ -340,8 +341,8 @@ class _Matcher:
 def _like_parameter(
     entry: TensorStorageMetadata, name: str, parameters: Mapping[str, torch.Tensor] | None
 ) -> torch.Tensor | None:
-    """Return memory that lies as the parameter does, for a tensor of its shape; None if there is no
-    such parameter.
+    """Return memory placed as the parameter is, for a tensor of its shape; None if there is no such
+    parameter.
     """
     parameter = (parameters or {}).get(name)
     if parameter is None or parameter.device.type == "meta":

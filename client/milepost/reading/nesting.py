@@ -1,7 +1,7 @@
-"""A nested state put together from flattened keys, where no template shows its containers.
+"""Builds a nested state from flattened keys, without a template that shows its containers.
 
-Paths are torch's: an int is an index of a list, text the key of a dict. Whether a key was text when
-it was saved is told by others.
+Paths are torch's: an int is an index into a list, text is the key of a dict. Other modules know
+whether a key was text when it was saved.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from milepost.state.flattening import Path
 from milepost.state.keys import key_of
 
 Naming: TypeAlias = Callable[[Path, str], Any]
-"""Of a dict at a path, and of the text of a key there: the key itself."""
+"""Returns a key, given the path of its dict and the key's text."""
 
 
 class CannotNest(Exception):
-    """Two keys of the checkpoint want the same place to be different things."""
+    """Two keys of the checkpoint need different containers at the same place."""
 
 
 def as_text(_path: Path, text: str) -> Any:
@@ -30,7 +30,7 @@ def as_text(_path: Path, text: str) -> Any:
 
 
 class SavedNesting:
-    """What the manifest of a checkpoint tells of the dicts in it; read when it is first asked."""
+    """What a checkpoint's manifest says about the dicts in it. Read at the first use."""
 
     def __init__(self, checkpoint: FilePath) -> None:
         self._checkpoint = checkpoint
@@ -42,7 +42,7 @@ class SavedNesting:
         for path, texts, forms in nesting.names:
             known = names[path] = {}
             for text, form in zip(texts, forms, strict=False):
-                # What a damaged or newer manifest says, or an enum that is not imported here.
+                # The manifest is damaged or newer, or an enum is not imported here.
                 with suppress(ValueError, RuntimeError):
                     known[text] = key_of(form)
         return names, nesting.empty
@@ -57,9 +57,9 @@ class SavedNesting:
 
 
 def put(container: Any, base: Path, path: Path, value: Any, name_of: Naming) -> None:
-    """Set the value at `path` below a container that stands at `base`; make what is between.
+    """Set the value at `path` below a container at `base`; make the containers between.
 
-    Lists grow by None. Raises CannotNest if something else stands in the way.
+    Lists grow by None. Raises CannotNest if something else is in the way.
     """
     for depth, part in enumerate(path[:-1]):
         name = _name(container, (*base, *path[:depth]), part, name_of)
@@ -109,11 +109,11 @@ def _set(container: Any, name: Any, value: Any) -> None:
 
 
 def rename_parameters(state: Any) -> None:
-    """Give the entries of optimizers back their numbers: torch counts parameters, and flattening
-    makes text of that.
+    """Turn the keys of optimizers' entries back into numbers. torch numbers parameters, and
+    flattening turns the numbers into text.
 
     Changes, in place and at any depth, each dict that looks like the `state_dict()` of an optimizer
-    and whose `state` has a key that is the text of one of its parameters.
+    and whose `state` has a key that is the text of a parameter's number.
     """
     if isinstance(state, Mapping):
         groups, moments = state.get("param_groups"), state.get("state")
@@ -129,7 +129,7 @@ def rename_parameters(state: Any) -> None:
 
 
 def parameter_names(groups: Sequence[Any]) -> list[Any]:
-    """Return what an optimizer's `param_groups` call its parameters, in their order."""
+    """Return the names of parameters in an optimizer's `param_groups`, in their order."""
     return [
         name
         for group in groups

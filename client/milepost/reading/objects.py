@@ -1,10 +1,10 @@
 """Objects of a checkpoint, unpickled without running what they name.
 
-First as torch does it with `weights_only=True`. What that refuses is read by an unpickler of ours
-that knows more classes: plain data of Python's library and of numpy, what the program has named by
-`torch.serialization.add_safe_globals`, and enums that it has imported. It calls and builds nothing
-else; docs/loading.md gives the reasons. Sources: torch/_weights_only_unpickler.py (2.13),
-Lib/pickle.py.
+First tries torch's `weights_only=True`. If that refuses an object, an unpickler of ours reads it.
+It knows more classes: plain data of Python's library and of numpy, classes that the program has
+passed to `torch.serialization.add_safe_globals`, and enums that the program has imported. It calls
+and builds nothing else; docs/loading.md gives the reasons. Sources:
+torch/_weights_only_unpickler.py (2.13), Lib/pickle.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from milepost.state.keys import imported_enum
 
 
 class ObjectRefused(Exception):
-    """An object names what is not allowed; `names` are the full names."""
+    """An object names something that is not allowed; `names` are the full names."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
@@ -38,12 +38,12 @@ class ObjectRefused(Exception):
 
 
 def load_object(data: bytes, *, allow_pickle: bool = False, map_location: str | None = None) -> Any:
-    """Return the object that `torch.save` has written as `data`.
+    """Return the object that `torch.save` wrote as `data`.
 
     allow_pickle: run whatever code the pickle names; for checkpoints that are trusted.
     map_location: where its tensors go, as for torch.load.
 
-    Raises ObjectRefused, or what torch raises for bytes that are damaged.
+    Raises ObjectRefused, or torch's exceptions for damaged bytes.
     """
     return _load(lambda: io.BytesIO(data), allow_pickle, {"map_location": map_location})
 
@@ -57,10 +57,10 @@ def load_objects(
 ) -> dict[str, Any]:
     """Return the objects of a checkpoint, by key; see `load_object`.
 
-    allowing: how the caller lets anything be loaded, for the error's hint.
+    allowing: the option with which the caller can load everything, for the error's hint.
 
-    Raises LoadFailed("unsafe-object") with the classes and keys of all that are refused,
-    CorruptCheckpoint for what is no object.
+    Raises LoadFailed("unsafe-object") with the classes and keys of all refused objects,
+    CorruptCheckpoint for bytes that are not an object.
     """
     found: dict[str, Any] = {}
     refused: dict[str, tuple[str, ...]] = {}
@@ -97,7 +97,7 @@ def _unsafe(
 
 
 def load_archive(file: pathlib.Path, *, allow_pickle: bool = False, is_mapped: bool = True) -> Any:
-    """Return what `torch.save` has written to a file, on the CPU. Raises as `load_object`.
+    """Return what `torch.save` wrote to a file, on the CPU. Raises the same as `load_object`.
 
     is_mapped: its tensors are mapped from the file; not for files of torch before 1.6.
     """
@@ -110,7 +110,7 @@ def _load(opened: Callable[[], Any], allow_pickle: bool, options: dict[str, Any]
     try:
         return torch.load(opened(), weights_only=True, **options)
     except pickle.UnpicklingError as error:
-        # What torch does not know, the other unpickler may.
+        # Our unpickler may know classes that torch does not.
         first = error
     try:
         return torch.load(opened(), weights_only=False, pickle_module=_RESTRICTED, **options)
@@ -121,10 +121,10 @@ def _load(opened: Callable[[], Any], allow_pickle: bool, options: dict[str, Any]
 
 
 def _all_refused(file: Any, first: str) -> list[str]:
-    """Return all names of an object that are refused, the one that was met first included."""
+    """Return all refused names of an object, including the first one that was met."""
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except Exception:  # It tells more names or none; one is known.
+    except Exception:  # It may find more or no names; one is known.
         named = []
     found = [name for name in named if _find(*_split(name)) is None]
     return found if first in found else [first, *found]
@@ -159,7 +159,7 @@ def _make_defaultdict(factory: Any = None, *args: Any) -> Any:
 
 
 def _reconstruct(subtype: Any, shape: Any, dtype: Any) -> Any:
-    """Stand in for numpy's function of this name, which makes arrays of subclasses, too."""
+    """Stand in for numpy's function of this name, which would make arrays of subclasses, too."""
     import numpy as np
 
     if subtype is not np.ndarray:
@@ -168,7 +168,7 @@ def _reconstruct(subtype: Any, shape: Any, dtype: Any) -> Any:
 
 
 def _make_dtype(spec: Any, align: Any = False, copy: Any = True) -> Any:
-    """Stand in for numpy.dtype: always a new one, since its state is set behind."""
+    """Stand in for numpy.dtype: always makes a new one, since the pickle sets its state later."""
     import numpy as np
 
     if type(spec) is not str:
@@ -233,11 +233,11 @@ _ALLOWED: Final[dict[str, str | Callable[..., Any]]] = {
         for name in names
     },
 }
-"""What is allowed beside torch's own list: where it is, or what stands in for it. Making one runs
-no code but its own, which only keeps what it is given."""
+"""What is allowed besides torch's own list: where it is, or what stands in for it. Making such an
+object runs only its own code, which just keeps what it is given."""
 
 _NAMED_ONLY: Final = frozenset({"numpy.ndarray"})
-"""What a pickle may name, and not call."""
+"""What a pickle may name but not call."""
 
 
 @functools.cache
@@ -253,7 +253,7 @@ def _allowed(full: str) -> Any:
 
 
 def _find(module: str, name: str) -> Any:
-    """Return what a pickle may have under a name, or None."""
+    """Return what a pickle may use under a name, or None."""
     full = f"{module}.{name}"
     found = _get_allowed_globals().get(full)
     if found is None:
@@ -279,16 +279,20 @@ _IS_SIMPLE: Final = (None, None, None)
 
 
 _PythonUnpickler: Any = pickle._Unpickler
-"""The one that is written in Python, each step of which can be replaced."""
+"""The unpickler that is written in Python, so that each of its steps can be replaced."""
 
 
 class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
-    """Finds what is allowed, calls only that, and sets the state only of what that has made."""
+    """Finds only what is allowed, calls only that, and sets the state only of objects made that
+    way.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._callable: set[int] = set()
-        """Ids of what `find_class` has returned; all of it lives as long as its module."""
+        """Ids of everything that `find_class` returned; these objects live as long as their
+        modules.
+        """
 
     def find_class(self, module: str, name: str) -> Any:
         if self.proto < 3 and self.fix_imports:
@@ -398,4 +402,4 @@ def _load_refused(*_args: Any, **_kwargs: Any) -> Any:
 _RESTRICTED: Final = SimpleNamespace(
     __name__="pickle", Unpickler=_Unpickler, load=_load_refused, UnpicklingError=_RefusedError
 )
-"""What `torch.load` takes as the module that unpickles; `load` is for files of torch before 1.6."""
+"""What `torch.load` takes as its pickle module. `load` is for files of torch before 1.6."""

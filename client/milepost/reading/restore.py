@@ -1,8 +1,8 @@
 """Bringing one checkpoint back into a state.
 
-Owns the order of a load: the template is read and held against the index, all is checked, objects
-are read, then tensors, and at last everything is put in its place; no rank takes a step unless all
-can take it. What is wanted is decided in `matching`, bytes are read by a `BlobReader`.
+Owns the order of a load: read the template and compare it with the index, check everything, read
+objects, read tensors, and at last put everything in its place. No rank takes a step unless all
+ranks can take it. `matching` decides what is wanted; a `BlobReader` reads bytes.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class LoadReport:
         per_rank: this rank's own state, as given to `save(per_rank=...)`; {} if there was none.
         missing: keys of the state that the checkpoint does not hold (only with `partial=True`).
         unexpected: keys of the checkpoint that were not loaded, since the state did not ask for
-            them; per-rank state aside.
+            them; without per-rank state.
         elapsed_s: how long it took.
-        untouched: keys of the state that hold what they held before.
-        added: keys that the state had only an empty place for, and that were loaded into it.
-        unused_ranks: ranks whose own state is in the checkpoint, and that are not there any more.
-        absent_ranks: ranks that are there, and have no state of their own in the checkpoint, where
-            others have.
-        damaged: steps that were passed over as damaged (only with `fallback=True`).
-        state: what was loaded into; the checkpoint's whole content, if no state was given.
+        untouched: keys of the state that kept their values.
+        added: keys for which the state had only an empty place, and that were loaded into it.
+        unused_ranks: ranks whose own state is in the checkpoint, but which do not exist now.
+        absent_ranks: ranks of now without state of their own in the checkpoint, if other ranks have
+            some there.
+        damaged: steps that were skipped as damaged (only with `fallback=True`).
+        state: the given state; or the checkpoint's whole content, if no state was given.
     """
 
     step: int
@@ -99,14 +99,14 @@ def load_checkpoint(
         state: the template; None: everything, nested as it was saved.
         options: see `Checkpointer.load`.
         group: the ranks that load together.
-        topic: names the load in the group's store; never used before.
+        topic: identifies the load in the group's store; never used before.
         timeout_s: how long ranks wait for one another, at each step of the load.
 
     Raises, on every rank:
         LoadFailed: it does not fit the state, or cannot be read.
-        CorruptCheckpoint: it is damaged; if that shows only while tensors are read, some of the
-            state is overwritten.
-        UsageError: the state is none.
+        CorruptCheckpoint: it is damaged. If this is found only while tensors are read, a part of
+            the state is overwritten.
+        UsageError: the state is not a valid state.
     """
     started_s = time.monotonic()
     verdicts = Verdicts(group, topic, timeout_s)
@@ -139,8 +139,8 @@ def load_checkpoint(
 
 
 def _tell(report: LoadReport, options: LoadOptions) -> None:
-    """Say in the log what the checkpoint and the state do not share: a resume that loses state is
-    found here or never.
+    """Log what only one of checkpoint and state has. Otherwise nobody would notice that a resume
+    loses state.
     """
     if report.unexpected and not options.partial:
         log.warning(
@@ -149,7 +149,7 @@ def _tell(report: LoadReport, options: LoadOptions) -> None:
         )  # fmt: skip
     if report.untouched:
         log.info(
-            "step %s does not hold %s keys of the state, which are as they were: %s",
+            "step %s does not hold %s keys of the state, which keep their values: %s",
             report.step, len(report.untouched), listed(list(map(repr, report.untouched))),
         )  # fmt: skip
     if report.unused_ranks or report.absent_ranks:
@@ -175,9 +175,9 @@ class _Load:
         self._neighbours = neighbours
         self._is_whole = False
         self._direct: list[Destination] = []
-        """Filled where they are."""
+        """Boxes that are filled in place."""
         self._checked: list[tuple[Destination, torch.Tensor]] = []
-        """Of casts that may change integers: what is filled first, and the memory behind."""
+        """For casts that may change integers: the memory to fill first, and the final memory."""
         self._values: dict[str, Any] = {}
         self._reader: BlobReader
 
@@ -186,7 +186,7 @@ class _Load:
         UsageError.
         """
         self._is_whole = state is None
-        # First of all, since a `state_dict()` may talk to the other ranks.
+        # Do this first, since a `state_dict()` may talk to the other ranks.
         self.template = read_template({} if state is None else state)
         # What is made for each key stays until the load is over.
         with collector_paused():
@@ -228,7 +228,7 @@ class _Load:
         self._reading(lambda: self._reader.expect(keys, [*scratch, *self._direct]))
 
     def _check(self) -> None:
-        """Raise LoadFailed with all that does not fit."""
+        """Raise LoadFailed with everything that does not fit."""
         found, checkpoint = self.match, self._checkpoint
         told: list[tuple[str, str, str]] = []
         mismatch = find_mismatch(found.missing, found.unexpected)
@@ -262,7 +262,7 @@ class _Load:
             )
 
     def _place(self, box: Destination, metadata: Metadata) -> None:
-        """Decide whether a box is filled where it is, or checked before."""
+        """Decide whether to fill a box in place, or to check its values before."""
         described = metadata.state_dict_metadata[box.key]
         assert isinstance(described, TensorStorageMetadata)
         saved = described.properties.dtype
@@ -273,7 +273,9 @@ class _Load:
             self._direct.append(box)
 
     def read_objects(self) -> None:
-        """Read all that may be refused for what it is. Raises LoadFailed, CorruptCheckpoint."""
+        """Read everything that may be refused because of its content. Raises LoadFailed,
+        CorruptCheckpoint.
+        """
         keys = list(self.match.objects)
         data = self._reading(lambda: self._reader.objects(keys))
         self._values |= load_objects(
@@ -343,7 +345,7 @@ class _Load:
                 self.template.roots[key] = value
                 return
             text = f"{self._checkpoint} holds {key!r}, which has no place in the state"
-            raise LoadFailed("load-failed", text, "leave out what stands there") from error
+            raise LoadFailed("load-failed", text, "leave out what is in its place") from error
 
     @staticmethod
     def _put_empty(landing: Landing) -> None:
@@ -357,7 +359,7 @@ class _Load:
                 add_empty(holder[name], base, path, name_of)
 
     def _reading(self, read: Callable[[], _Result]) -> _Result:
-        """Read, and say in our words what went wrong."""
+        """Read, and turn any exception into one of ours."""
         try:
             return read()
         except MilepostError:
@@ -376,14 +378,14 @@ class _Load:
 
 
 def _is_whole_number(*dtypes: torch.dtype) -> bool:
-    """Tell whether values of one of these dtypes are integers, which a cast must not change."""
+    """Whether values of one of these dtypes are integers, which a cast must not change."""
     return any(not dtype.is_floating_point and not dtype.is_complex for dtype in dtypes)
 
 
 def _is_exact(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether all values survive the cast."""
+    """Whether all values survive the cast."""
     cast = values.to(dtype)
-    # A sign may get lost on the way there and come back on the way back.
+    # A sign may get lost in one cast and come back in the reverse one.
     return torch.equal(cast.to(values.dtype), values) and _is_below_0(cast) == _is_below_0(values)
 
 

@@ -1,10 +1,10 @@
-"""What a load is to fill: the leaves of a template, each with the container that holds it, and the
+"""What a load has to fill: the leaves of a template, each with the container that holds it, and the
 containers themselves.
 
-Keys are the flattened ones of `state.flattening`; a container keeps its own, which need not be
-text, so that what is loaded lands where it was asked for. Nothing is loaded here, and nothing of
-the template is changed. Sources: torch/distributed/checkpoint/state_dict_loader.py and
-planner_helpers.py (2.13).
+Keys are the flattened keys of `state.flattening`. A container keeps its own keys, which need not be
+text, so that each value lands where it was asked for. This module loads nothing and does not change
+the template. Sources: torch/distributed/checkpoint/state_dict_loader.py and planner_helpers.py
+(2.13).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from milepost.state.flattening import (
 
 
 class Leaf(NamedTuple):
-    """A value of the template: `holder[name]`. A tensor on the meta device stands here as one with
+    """A value of the template: `holder[name]`. A tensor on the meta device is replaced by one with
     memory, which is not yet in its place.
     """
 
@@ -43,9 +43,7 @@ class Leaf(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A dict or list of the template that is taken apart: `holder[name]`, and its leaves, by
-    their order.
-    """
+    """A dict or list of the template that is flattened: `holder[name]`, and its leaves in order."""
 
     key: str
     path: Path
@@ -58,7 +56,7 @@ class Branch(NamedTuple):
 
 @dataclass
 class Template:
-    """A state that is to be filled."""
+    """A state that a load has to fill."""
 
     state: MutableMapping[Any, Any]
     """As the caller gave it."""
@@ -66,7 +64,7 @@ class Template:
     """Its entries, each Stateful one replaced by its `state_dict()`."""
     leaves: dict[str, Leaf] = field(default_factory=dict)
     branches: list[Branch] = field(default_factory=list)
-    """Each one before those that it holds."""
+    """Each branch comes before the branches in it."""
     materialised: list[Leaf] = field(default_factory=list)
     """Leaves that were on the meta device."""
     stateful: list[Any] = field(default_factory=list)
@@ -77,8 +75,8 @@ def read_template(state: Any) -> Template:
     """Return what a state asks for.
 
     Raises:
-        UsageError: it is no mutable mapping, contains itself, or two of its keys are one once
-            flattened.
+        UsageError: it is not a mutable mapping, it contains itself, or two of its keys are the same
+            when flattened.
         LoadFailed: a `state_dict()` raised; names the entry.
     """
     if isinstance(state, Mapping) and not isinstance(state, MutableMapping):
@@ -99,8 +97,8 @@ def read_template(state: Any) -> Template:
 
 
 def _call(state: Any) -> dict[Any, Any]:
-    """Call `state_dict()` of the Stateful entries; in an order that is the same on all ranks, since
-    some of them talk to the others.
+    """Call `state_dict()` of the Stateful entries. The order is the same on all ranks, since some
+    of these calls talk to other ranks.
     """
     if not isinstance(state, Mapping):
         return call_stateful(state)
@@ -123,9 +121,9 @@ def _walk(
     template: Template,
     forms: dict[type, int],
 ) -> int:
-    """Add all that is below `holder`; return how many leaves that are.
+    """Add everything below `holder`; return the number of leaves.
 
-    forms: of the classes that were met so far, filled.
+    forms: the form of each class that was met so far; filled here.
     """
     count = 0
     for name, value in entries:
@@ -157,7 +155,7 @@ def _materialise(key: str, value: torch.Tensor) -> torch.Tensor:
     if isinstance(value, DTensor):
         mesh = value.device_mesh
         local = torch.empty_like(value.to_local(), device=_device(mesh.device_type))
-        # Shape and stride are told, since it may be cut unevenly.
+        # Pass shape and stride, since it may be sharded unevenly.
         return DTensor.from_local(
             local, mesh, value.placements, run_check=False, shape=value.size(),
             stride=value.stride(),

@@ -1,7 +1,7 @@
-"""One answer for all ranks: a step of a load that one of them cannot take, none of them takes.
+"""One answer for all ranks: if one rank cannot take a step of a load, no rank takes it.
 
-Knows nothing of checkpoints. Uses the process group's store, never a collective: a rank that fails
-leaves none half way.
+Knows nothing of checkpoints. Uses the process group's store, never a collective, so a rank that
+fails leaves no other rank half way.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _KINDS: dict[str, type[MilepostError]] = {
 
 
 class Verdicts:
-    """Takes the ranks of a group through the steps of one load; all of them take the same ones.
+    """Takes the ranks of a group through the steps of one load. All ranks take the same steps.
 
     Args:
         group: this process's place among them.
-        topic: names the load in the group's store; never used before.
-        timeout_s: how long a rank is waited for at each step.
+        topic: identifies the load in the group's store; never used before.
+        timeout_s: how long to wait for a rank at each step.
     """
 
     def __init__(self, group: Group, topic: str, timeout_s: float) -> None:
@@ -38,10 +38,10 @@ class Verdicts:
         self._has_ended = Presence(group, topic).has_ended
 
     def share(self, step: str, act: Callable[[], _Result]) -> _Result:
-        """Do a step; return its result once every rank has done it.
+        """Take a step; return its result once every rank has taken it.
 
-        Raises on every rank what it raised on one of them, as a MilepostError that names the rank;
-        a rank alone raises what it raised.
+        If the step raised on one rank, raises on every rank a MilepostError that names this rank. A
+        single process raises the exception itself.
         """
         topic = f"{self._topic}/{step}"
         try:
@@ -56,14 +56,14 @@ class Verdicts:
                 raise agreed from error
             raise AssertionError("a fault was told and nobody raised") from error
         except BaseException as error:
-            # An interrupt: this rank leaves at once, and the others must not wait for it.
+            # An interrupt: this rank leaves at once. The others must not wait for it.
             self._leave(topic, failed(error))
             raise
         self._agree(topic, None)
         return result
 
     def _agree(self, topic: str, fault: MilepostError | None) -> None:
-        """Return if no rank has a fault, else raise what all ranks raise."""
+        """Return if no rank has failed, else raise the error that all ranks raise."""
         group = self._group
         if group.rank:
             gather(group, topic, _packed(fault), self._timeout_s)
@@ -94,7 +94,7 @@ class Verdicts:
 
 
 def failed(error: BaseException) -> LoadFailed:
-    """Return the error of a load that ended with what something else raised."""
+    """Return the error of a load that another exception ended."""
     text = "".join(str(error).splitlines()[:1])
     return LoadFailed("load-failed", f"{type(error).__name__}: {text}")
 
@@ -113,7 +113,7 @@ def _placed(fault: MilepostError, rank: int) -> MilepostError:
 
 
 def _judge(said: list[bytes]) -> bytes:
-    """Return nothing if no rank has a fault; on rank 0."""
+    """Return None if no rank has failed. Rank 0 only."""
     faults = {}
     for rank, each in enumerate(said):
         told = msgpack.unpackb(each)

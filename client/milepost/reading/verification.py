@@ -1,11 +1,11 @@
 """`milepost verify`: are the bytes on disk the bytes that were written?
 
-With our manifest: every file's length, and the CRC-32 of every blob, which sees flipped bits,
-holes, truncated, missing and swapped files. Without one, as in a checkpoint that stock torch wrote:
-the CRCs inside each blob's zip container, which torch writes and never checks, and the payload's
-length against the index. Either way the index has to describe every tensor whole, and to agree with
-the manifest. Source: torch/distributed/checkpoint/filesystem.py (2.13), APPNOTE.TXT of the zip
-format.
+With our manifest, checks every file's length and the CRC-32 of every blob. This finds flipped bits,
+holes, and truncated, missing and swapped files. Without a manifest, as in a checkpoint that stock
+torch wrote, checks the CRCs inside each blob's zip container, which torch writes but never checks,
+and compares the payload's length with the index. In both cases the index has to describe every
+tensor completely, and to agree with a manifest. Source: torch/distributed/checkpoint/filesystem.py
+(2.13), APPNOTE.TXT of the zip format.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 BLOCK_BYTES: Final = 8 << 20
-"""Read at once: large enough for the disk, small enough for a moving progress bar."""
+"""How much to read at once: large enough for the disk, small enough for a moving progress bar."""
 
 READERS: Final = 4
-"""Files read at the same time; parallel file systems like more than one, and CRCs need no core."""
+"""How many files to read at the same time. Parallel file systems are faster with several, and CRCs
+take little processor time."""
 
 
 class Damage(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +73,7 @@ class _Blob(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What is to be read: blobs by file, and lengths where they are known."""
+    """What to read: blobs by file, and lengths if they are known."""
 
     method: str
     blobs: dict[str, list[_Blob]]
@@ -93,11 +94,11 @@ def verify(
     Args:
         checkpoint: its directory.
         allow_pickle: as for `read_metadata`.
-        on_total: told once how many bytes will be read.
-        on_bytes: told how many more were read; from several threads.
+        on_total: called once with the number of bytes that will be read.
+        on_bytes: called with the number of bytes read since its last call; from several threads.
 
     Raises:
-        LoadFailed: `not-found` if this is no checkpoint at all.
+        LoadFailed: `not-found` if this is not a checkpoint at all.
     """
     plan = _plan(checkpoint, allow_pickle)
     if on_total is not None:
@@ -173,7 +174,7 @@ def _plan(checkpoint: Path, allow_pickle: bool) -> _Plan:
 def _read_index(
     checkpoint: Path, manifest: Manifest | None, damages: list[Damage], allow_pickle: bool
 ) -> Metadata | None:
-    """Return the index; what is wrong with it is damage, unless there is no checkpoint at all."""
+    """Return the index. A faulty index counts as damage, unless there is no checkpoint at all."""
     from milepost.dcp_format.index import read_metadata
 
     try:
@@ -198,18 +199,18 @@ def _index_damage(checkpoint: Path, manifest: Manifest) -> str:
         return ""  # Whoever tried to read it as an index has said so.
     if found == manifest.index_crc:
         return ""
-    return f"its checksum is {found:08x}, the manifest has {manifest.index_crc:08x}"
+    return f"its checksum is {found:08x}, but the manifest has {manifest.index_crc:08x}"
 
 
 def _are_inside(names: Iterable[str]) -> bool:
-    """Tell whether all names stay below the checkpoint's directory."""
+    """Whether all names stay below the checkpoint's directory."""
     paths = [PurePosixPath(name) for name in names]
     return not any(path.is_absolute() or ".." in path.parts or not path.parts for path in paths)
 
 
 def _disagreements(manifest: Manifest, metadata: Metadata) -> list[Damage]:
-    """Return the places that only one of index and manifest knows: one of the two is not this
-    save's.
+    """Return the places that only the index or only the manifest knows: one of the two belongs to
+    another save.
     """
     known = {
         (key, manifest.files[file], offset, length)
@@ -264,7 +265,7 @@ def _payloads(metadata: Metadata) -> dict[tuple[str, object], int]:
 
 
 class _FileReport(NamedTuple):
-    """What reading one file brought."""
+    """What was found while reading one file."""
 
     bytes: int
     damages: list[Damage]
@@ -316,7 +317,7 @@ def _check_file(
                 unchecked.append(blob.key)
             elif text:
                 damage(blob.key, text)
-        # What was read once will not be read again soon; the page cache belongs to training.
+        # Nobody will read these bytes again soon; leave the page cache to training.
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(file)
@@ -365,7 +366,7 @@ class _Window(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        # A slice of a bytearray would be a copy, which nobody would see filled.
+        # Use a view: a slice of a bytearray would be a copy.
         view = memoryview(buffer)[: max(0, self._length - self._at)]
         count = os.preadv(self._file, [view], self._offset + self._at) if view else 0
         self._at += count
@@ -376,7 +377,7 @@ class _Window(io.RawIOBase):
 
 
 def _check_container(file: int, blob: _Blob, report: Callable[[int], None]) -> str | None:
-    """Return what is wrong with a blob of which only its own zip's CRCs are known, or nothing.
+    """Return what is wrong with a blob that has only the CRCs of its own zip, or nothing.
 
     None: it looks whole, but carries no CRCs.
     """
@@ -395,7 +396,7 @@ def _check_container(file: int, blob: _Blob, report: Callable[[int], None]) -> s
         return f"not a whole torch container at {blob.offset}: {str(error).lower()}"
     if damaged is not None:
         return f"CRC-32 of {damaged} in the container at {blob.offset} does not match"
-    # Subclasses of Tensor are stored as several payloads, of which the index says nothing.
+    # Subclasses of Tensor are stored as several payloads, and the index does not name them.
     if len(payloads) == 1 and blob.payload_bytes not in (None, payloads[0]):
         return (
             f"the container at {blob.offset} holds {payloads[0]} bytes of elements, "

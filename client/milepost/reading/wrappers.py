@@ -1,5 +1,5 @@
-"""Words that wrappers put into the keys of the model inside, and what to do where a checkpoint has
-them and a state has not, or the reverse.
+"""Prefixes that wrappers add to the keys of a model, and what to do if only the checkpoint or only
+the state has them.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ WRAPPERS: Final[dict[str, str]] = {
     "_fsdp_wrapped_module": "FullyShardedDataParallel",
     "_checkpoint_wrapped_module": "checkpoint_wrapper",
 }
-"""By the component of a key that it adds, the wrapper."""
+"""For each component that a wrapper adds to keys, the wrapper."""
 
 
 class Mismatch(NamedTuple):
-    """Keys that would be the same but for wrappers."""
+    """Keys that differ only by a wrapper's prefix."""
 
     keys: int
     hint: str
 
 
 def find_mismatch(missing: Iterable[str], unexpected: Iterable[str]) -> Mismatch | None:
-    """Return how many of the keys that a state asks for in vain the checkpoint holds under names
-    with or without a wrapper's word, and what to do about it; None if there are none.
+    """Count the missing keys that the checkpoint holds with or without a wrapper's prefix. Returns
+    this number and what to do about it; None if there are no such keys.
     """
     held = {_stripped(key): key for key in unexpected}
     held_words: Counter[str] = Counter()

@@ -118,7 +118,7 @@ def _open(
         except UsageError as error:
             if path.is_dir():
                 raise UsageError(
-                    "usage", f"{path} is no checkpoint: it has no {METADATA_NAME}", error.message
+                    "usage", f"{path} is not a checkpoint: it has no {METADATA_NAME}", error.message
                 ) from error
             raise
     stack.callback(source.close)

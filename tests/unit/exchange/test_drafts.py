@@ -99,7 +99,7 @@ def test_a_file_that_came_meanwhile_is_not_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_a_directory_or_a_device_is_not_replaced_by_a_file(tmp_path: Path, overwrite: bool) -> None:
     for target in (tmp_path, Path("/dev/null")):
-        with pytest.raises(UsageError, match="is no file"):
+        with pytest.raises(UsageError, match="is not a file"):
             file_draft(target, overwrite=overwrite).__enter__()
 
 

@@ -88,7 +88,7 @@ def entry(dtype: Any, shape: Any, *offsets: Any) -> dict[str, Any]:
         (b"{", b"", "does not fit"),
         (b"[]", b"", "is no JSON object"),
         (b"{]", b"", "is no JSON"),
-        (b'{"a":{},"a":{}}', b"", "a name stands in it twice"),
+        (b'{"a":{},"a":{}}', b"", "a name is in it twice"),
         (b"\xff\xfe", b"", "is no JSON"),
         (b"[" * 5000, b"", "is no JSON"),
         ({"__metadata__": 3}, b"", "is no JSON object"),

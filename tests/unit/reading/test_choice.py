@@ -94,8 +94,8 @@ def test_fallback_takes_the_newest_older_one_that_is_whole_and_says_so(
         )  # fmt: skip
         assert "1-3" == state["n"]
         assert torch.equal(torch.full((1000,), 3.0), state["w"])
-    assert 1 == caplog.text.count("step 2 is passed over, an older one is loaded")
-    assert 1 == caplog.text.count("step 20 is passed over, an older one is loaded")
+    assert 1 == caplog.text.count("step 2 is damaged, so an older one is loaded")
+    assert 1 == caplog.text.count("step 20 is damaged, so an older one is loaded")
 
 
 @pytest.mark.parametrize("kind", ["index", "no data file", "manifest"])
@@ -125,4 +125,4 @@ def test_fallback_that_finds_none_that_is_whole_says_which_it_tried(root: Path) 
     told = on_ranks(2, lambda group: chosen(root, blank(), group, fallback=True))
     for error in told:
         assert isinstance(error, CorruptCheckpoint)
-        assert "no older checkpoint that is whole, of steps 2, 20, 3, 1 none is" in error.message
+        assert "no older checkpoint is whole either: steps 2, 20, 3, 1 are damaged" in error.message

@@ -511,7 +511,7 @@ def test_what_cannot_be_compared_is_a_usage_error(
     stock: Path, tmp_path: Path, run: Commands
 ) -> None:
     assert 2 == run("diff", stock, tmp_path)
-    assert "is no checkpoint: it has no .metadata" in run.err
+    assert "is not a checkpoint: it has no .metadata" in run.err
     assert 2 == run("diff", stock, tmp_path / "absent")
 
 
