@@ -231,7 +231,9 @@ def tell_all(
         return answer
     until_s = time.monotonic() + timeout_s
     warn_s = time.monotonic() + min(LATE_S, timeout_s)
-    while not _has_come(group.store, key, max(0.001, min(LOOK_S, until_s - time.monotonic()))):
+    while not _has_come(
+        group.store, key, max(0.001, min(LOOK_S, min(warn_s, until_s) - time.monotonic()))
+    ):
         if time.monotonic() >= until_s:
             raise Unavailable("rank-missing", f"rank 0 did not answer within {timeout_s:g} s")
         if has_ended is not None:
