@@ -55,6 +55,7 @@ from milepost.staging.slots import Slots
 from milepost.staging.stager import Stager
 from milepost.staging.strategy import Filling
 from milepost.state.content import Content, ContentReader
+from milepost.state.planners import storage_meta_of
 from milepost.storage.retention import Policy
 from milepost.storage.root import Root
 from milepost.wire.messages import (
@@ -409,7 +410,8 @@ class Checkpointer:
         self, ref: SaveRef, state: Mapping[str, Any], per_rank: Mapping[str, Any] | None
     ) -> Content:
         """List what a state holds; see `ContentReader.read`."""
-        return self._reader.read(ref.save_id, state, per_rank, self._join)
+        meta = storage_meta_of(str(self.root / ref.name), ref.save_id)
+        return self._reader.read(ref.save_id, state, per_rank, self._join, meta)
 
     def _stage(self, ref: SaveRef, save: Save, content: Content, filling: Filling) -> None:
         """Copy the state into a slot, or begin to."""

@@ -102,6 +102,7 @@ class ContentReader:
             state, per_rank: as for `Checkpointer.save`.
             ensure: returns once the rank has joined its job at the daemon. Called first, since the
                 other ranks have to hear of it if the state is refused.
+            storage_meta: what a user's planner is told of where the save goes.
 
         Raises UsageError for what cannot be saved, SaveFailed if planning with the others failed,
         and what `ensure` and the state's own `state_dict()` raise.

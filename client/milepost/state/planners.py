@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar, cas
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from milepost.dcp_format.index import to_global_metadata
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch._C._distributed_c10d import Store
-    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 _Result = TypeVar("_Result")
@@ -70,6 +71,15 @@ def is_default(planner: SavePlanner | None) -> bool:
 def wants_lowest_rank(planner: SavePlanner | None) -> bool:
     """Return `Offer.to_lowest_rank` for a default planner."""
     return isinstance(planner, DefaultSavePlanner) and planner.dedup_save_to_lowest_rank
+
+
+def storage_meta_of(checkpoint: str, save_id: str) -> StorageMeta:
+    """Return what planners are told of where a save goes, as torch's `FileSystemWriter` gives it.
+
+    Args:
+        checkpoint: path of the directory that the save becomes.
+    """
+    return StorageMeta(checkpoint_id=checkpoint, save_id=save_id)
 
 
 class FinalPlan(NamedTuple):

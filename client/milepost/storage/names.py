@@ -51,26 +51,52 @@ _PRUNED: Final = re.compile(r".*\.pruned-[0-9a-f]{8}", re.DOTALL)
 def check_name(name: str) -> str:
     """Return the name if a checkpoint may have it: one visible path component that is not ours.
 
-    Raises UsageError.
+    Raises UsageError, which says which rule the name breaks, and why there is one.
     """
+    problem = _problem_of(name)
+    if problem is not None:
+        shown = f"{name[:40]!r}..." if len(name) > 80 else repr(name)
+        reason, hint = problem
+        raise UsageError("usage", f"{shown} cannot name a checkpoint: {reason}", hint)
+    return name
+
+
+def _problem_of(name: str) -> tuple[str, str] | None:
+    """Return why a name is refused, and what to do; None if it will do."""
+    if not name:
+        return "it is empty", "give a name, or leave it out for step_<step>"
+    if "/" in name:
+        return (
+            "it is a path, and a checkpoint lies directly below its root",
+            "give one path component, or make a Checkpointer for another root",
+        )
+    if name.startswith("."):
+        return (
+            "it begins with a dot, as what milepost keeps below a root does; such directories are"
+            " neither listed nor loaded",
+            "give a name without the dot",
+        )
+    if name == LATEST_NAME:
+        return (
+            f"{LATEST_NAME!r} is the link to the newest checkpoint",
+            f"give another name; {LATEST_NAME!r} names this checkpoint once it is committed",
+        )
     try:
         length = len(name.encode())
     except UnicodeEncodeError:
         length = 0
-    if (
-        not 0 < length <= NAME_BYTES_MAX
-        or name.startswith(".")
-        or "/" in name
-        or name == LATEST_NAME
-        or not name.isprintable()
-    ):
-        raise UsageError(
-            "usage",
-            f"{name!r} cannot name a checkpoint",
-            f"use one path component of at most {NAME_BYTES_MAX} bytes, printable, without a"
-            f" leading dot, and not {LATEST_NAME!r}",
+    if length == 0 or not name.isprintable():
+        return (
+            "it has a character that cannot be printed, and could not be typed at a command",
+            "leave control characters out",
         )
-    return name
+    if length > NAME_BYTES_MAX:
+        return (
+            f"it is {length} bytes long, and a file's name may have 255, of which milepost needs"
+            " some for the save's id",
+            f"give a name of at most {NAME_BYTES_MAX} bytes",
+        )
+    return None
 
 
 def check_save_id(save_id: str) -> str:

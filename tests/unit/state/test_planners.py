@@ -18,13 +18,15 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import HashStore
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from milepost.dcp_format.index import build_metadata, pickle_metadata
 from milepost.errors import SaveFailed, UsageError
+from milepost.link.rendezvous import Group
 from milepost.staging.pinning import NoPinner
 from milepost.staging.stager import Stager
+from milepost.state.content import ContentReader
 from milepost.state.fingerprint import fingerprint
 from milepost.state.flattening import call_stateful
 from milepost.state.planners import (
@@ -34,6 +36,7 @@ from milepost.state.planners import (
     is_default,
     make_final_offer,
     resolve,
+    storage_meta_of,
     wants_lowest_rank,
 )
 from milepost.wire.messages import SaveRef
@@ -90,6 +93,26 @@ class SaveExtraDataPlanner(DefaultSavePlanner):
         parts, metadata = super().create_global_plan(all_plans)
         merged = [p.planner_data["extra"][0] for p in parts]
         return parts, replace(metadata, planner_data={"merged": merged, "paths": self.mappings})
+
+
+class NotingPlanner(DefaultSavePlanner):
+    """Notes what it is told of the storage."""
+
+    def set_up_planner(
+        self,
+        state_dict: State,
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self.noted = storage_meta
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+
+class OldFormPlanner(DefaultSavePlanner):
+    """Written before torch had `storage_meta`."""
+
+    def set_up_planner(self, state_dict: State, is_coordinator: bool) -> None:  # type: ignore[override]
+        super().set_up_planner(state_dict, None, is_coordinator)
 
 
 def on_ranks(act: Callable[[int], T], world: int = 2) -> list[T | BaseException]:
@@ -448,3 +471,29 @@ def test_planners_get_the_state_with_stateful_entries_called() -> None:
     resolved = resolve(final.plan, planner)
     assert ["model.weight", "model.bias"] == resolved.items.keys
     assert resolved.items.sources[0].data_ptr() == model.weight.data_ptr()
+
+
+def test_a_planner_is_told_where_the_save_goes_as_stock_s_is(tmp_path: Path) -> None:
+    planner = NotingPlanner()
+    reader = ContentReader(planner, Group(0, 1, None), 9.0)
+    for count in (1, 2):
+        meta = storage_meta_of(f"/root/step_{count}", f"1-{count}")
+        reader.read(f"1-{count}", {"w": torch.ones(2)}, None, lambda: None, meta)
+        assert StorageMeta(f"/root/step_{count}", f"1-{count}") == planner.noted
+    stock = NotingPlanner()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # It warns of what `no_dist` asks for.
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, planner=stock, no_dist=True)
+    assert stock.noted is not None
+    assert planner.noted is not None
+    # Fields that only a load fills are as empty there.
+    assert {name for name, value in vars(stock.noted).items() if value is not None} == {
+        name for name, value in vars(planner.noted).items() if value is not None
+    }
+
+
+def test_a_planner_of_the_older_form_is_called_without_it() -> None:
+    reader = ContentReader(OldFormPlanner(), Group(0, 1, None), 9.0)
+    content = reader.read("1-1", {"w": torch.ones(2)}, None, lambda: None)
+    assert content.final is not None
+    assert ["w"] == [item.index.fqn for item in content.final.plan.items]

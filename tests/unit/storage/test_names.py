@@ -30,6 +30,28 @@ def test_a_name_that_is_not_one_plain_component_is_refused(root: Root, name: str
         root.move_latest(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason", "hint"),
+    [
+        ("", "it is empty", "step_<step>"),
+        (".hidden", "begins with a dot, as what milepost keeps below a root does", "without the"),
+        ("a/b", "a checkpoint lies directly below its root", "one path component"),
+        ("latest", "'latest' is the link to the newest checkpoint", "give another name"),
+        ("x" * 201, "it is 201 bytes long, and a file's name may have 255", "at most 200 bytes"),
+        ("é" * 101, "it is 202 bytes long", "at most 200 bytes"),
+        ("a\nb", "cannot be printed", "control characters"),
+    ],
+)
+def test_the_error_says_why_a_name_is_refused_and_what_to_do(
+    name: str, reason: str, hint: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_name(name)
+    assert reason in caught.value.message
+    assert hint in caught.value.hint
+    assert len(caught.value.message) < 250
+
+
 @pytest.mark.parametrize("save_id", ["", "../1", "1.1", "aborted", "1-1/x", "-1"])
 def test_a_malformed_save_id_is_refused(root: Root, save_id: str) -> None:
     with pytest.raises(UsageError):
