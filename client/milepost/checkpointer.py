@@ -56,6 +56,7 @@ from milepost.staging.stager import Stager
 from milepost.staging.strategy import Filling
 from milepost.state.content import Content, ContentReader
 from milepost.state.planners import storage_meta_of
+from milepost.storage.modes import own_umask
 from milepost.storage.retention import Policy
 from milepost.storage.root import Root
 from milepost.wire.messages import (
@@ -186,7 +187,7 @@ class Checkpointer:
         try:
             self.node: NodeRef = self._session.open().node
             self._meeting: Meeting = self._attempts.meet(
-                Introduction(self.node, str(self.root), name, str(torch.__version__))
+                Introduction(self.node, str(self.root), name, str(torch.__version__), own_umask())
             )
         except BaseException:
             self._session.close()
@@ -250,6 +251,7 @@ class Checkpointer:
                 cohort=self._meeting.cohort,
                 keep=self._keep,
                 deadline_s=self._deadline_s,
+                umask=self._meeting.umask,
             )
         )
 

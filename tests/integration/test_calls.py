@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +208,26 @@ def test_a_save_that_an_interrupt_left_to_nobody_ends_with_the_next_call(folder:
     with nodes(folder, 1, root) as (node,):
         (told,) = run_ranks(interrupt_where_nobody_is_told, root, [node])
     assert [0, 1, 12, 13] == told["steps"]
+
+
+def save_with_a_umask(rank: Rank) -> dict[str, Any]:
+    from milepost import Checkpointer
+
+    os.umask(rank.arguments["umasks"][rank.rank])
+    with Checkpointer(rank.root) as ck:
+        ck.save(1, {"w": torch.ones(10), "mine": rank.rank}).wait(60)
+    return {}
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o002])
+def test_a_checkpoint_has_the_modes_of_the_trainers_umask_not_of_the_daemons(
+    pair: list[Node], root: Path, umask: int
+) -> None:
+    """That of rank 0, whose process makes the root: one checkpoint has one rule."""
+    run_ranks(save_with_a_umask, root, pair, umasks=[umask, 0o027])
+    folder = root / "step_1"
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata", ".milepost"} <= modes.keys()
+    assert {0o666 & ~umask} == set(modes.values())
+    folders = (root, root / ".partial", root / ".milepost-run", folder)
+    assert {0o777 & ~umask} == {stat.S_IMODE(path.stat().st_mode) for path in folders}

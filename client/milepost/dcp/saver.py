@@ -35,6 +35,7 @@ from milepost.staging.slots import Slots
 from milepost.staging.stager import Stager
 from milepost.state.content import ContentReader
 from milepost.state.planners import is_default, wants_lowest_rank
+from milepost.storage.modes import own_umask
 from milepost.storage.place import Place
 from milepost.wire.messages import Join
 
@@ -160,7 +161,7 @@ class GroupSaver:
     def _meet(self, place: str) -> None:
         """Find the other ranks' daemons, and name the job. Raises as `rendezvous.meet`."""
         assert self._node is not None
-        me = Introduction(self._node, place, "", str(torch.__version__))
+        me = Introduction(self._node, place, "", str(torch.__version__), own_umask())
         name = f"dcp-{uuid.uuid4().hex[:16]}"
         self._meeting = meet(self._group, me, lambda: (name, ATTEMPT), topic="dcp/meet")
         self._root = place
@@ -179,6 +180,7 @@ class GroupSaver:
                     node_of_rank=self._meeting.node_of_rank,
                     cohort=self._meeting.cohort,
                     deadline_s=DEADLINE_S,
+                    umask=self._meeting.umask,
                 )
             )
         except Rejected:

@@ -65,6 +65,8 @@ class Introduction(msgspec.Struct, frozen=True):
     root: str
     job: str
     torch_version: str
+    umask: int = -1
+    """As in `Join`."""
 
 
 class Meeting(msgspec.Struct, frozen=True):
@@ -74,6 +76,8 @@ class Meeting(msgspec.Struct, frozen=True):
     node_of_rank: tuple[int, ...]
     job: str
     attempt: int
+    umask: int = -1
+    """That of rank 0."""
 
 
 class Group(NamedTuple):
@@ -294,7 +298,7 @@ def meet(
         _check_agreement(said)
         cohort: dict[NodeRef, int] = {}
         node_of_rank = tuple(cohort.setdefault(entry.node, len(cohort)) for entry in said)
-        return _pack(Meeting(tuple(cohort), node_of_rank, *claim()))
+        return _pack(Meeting(tuple(cohort), node_of_rank, *claim(), said[0].umask))
 
     if group.rank != 0:
         gather(group, topic, _pack(me), timeout_s)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from milepost.format.layout import PAGE_BYTES
+from milepost.storage.modes import UNKNOWN, open_new
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,13 +55,13 @@ def write_image(
     on_block: Callable[[int], None] | None,
     before_block: Callable[[int, int], None] | None,
     block_bytes: int,
+    umask: int = UNKNOWN,
 ) -> None:
     """See `Root.write_image`."""
     # By descriptor, so that the file can be removed even if its directory was renamed meanwhile.
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        file = os.open(path.name, flags, 0o666, dir_fd=folder)
+        file = open_new(path.name, umask, folder=folder)
         try:
             try:
                 _write_blocks(file, image.cast("B"), on_block, before_block, block_bytes)

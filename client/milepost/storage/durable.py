@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from milepost.storage.modes import UNKNOWN, make_directory, open_new
+
 TEMP_PREFIX: Final = ".tmp-"
 """How a file is called until a rename gives it its name."""
 
@@ -45,23 +47,25 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def make_directories(path: Path) -> None:
-    """Make `path` and the directories missing above it; sync each name into its parent."""
+def make_directories(path: Path, umask: int = UNKNOWN) -> None:
+    """Make `path` and the directories missing above it, with the modes that a umask gives them;
+    sync each name into its parent.
+    """
     if not path.parent.exists():
-        make_directories(path.parent)
-    path.mkdir(exist_ok=True)
+        make_directories(path.parent, umask)
+    make_directory(path, umask)
     # Another node may have made it and died before the sync. In a parent that we may not read, we
     # have made nothing.
     with suppress(PermissionError):
         sync_directory(path.parent)
 
 
-def create_file(path: Path, data: bytes) -> None:
+def create_file(path: Path, data: bytes, umask: int = UNKNOWN) -> None:
     """Write `data` into the new file `path` and sync it; after a failure there is no such file.
 
     The directory is not synced. Raises FileExistsError.
     """
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    file = open_new(path, umask)
     try:
         try:
             rest = memoryview(data)
@@ -75,10 +79,10 @@ def create_file(path: Path, data: bytes) -> None:
         raise
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes, umask: int = UNKNOWN) -> None:
     """Make `path` hold `data`, or leave it as it was. Syncs its directory, which must exist."""
     temp = temporary(path.parent)
-    create_file(temp, data)
+    create_file(temp, data, umask)
     try:
         os.rename(temp, path)
     except OSError:

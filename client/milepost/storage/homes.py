@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from milepost.storage.modes import UNKNOWN
 from milepost.storage.place import Place
 from milepost.storage.root import Root
 from milepost.wire.messages import SaveRef
@@ -11,6 +12,9 @@ from milepost.wire.messages import SaveRef
 Home: TypeAlias = Root | Place
 
 
-def home_of(root: str, save: SaveRef) -> Home:
-    """Return the directory that a save is published in, with what may be done there."""
-    return Place(save.place) if save.place else Root(root)
+def home_of(root: str, save: SaveRef, umask: int = UNKNOWN) -> Home:
+    """Return the directory that a save is published in, with what may be done there.
+
+    umask: gives the modes of what is made there; needed only to write.
+    """
+    return Place(save.place, umask) if save.place else Root(root, umask)

@@ -21,6 +21,7 @@ from milepost.storage.catalog import is_published
 from milepost.storage.contents import carry_over, copy_mode
 from milepost.storage.durable import TEMP_PREFIX, sync_directory, unlink
 from milepost.storage.fate import Fate
+from milepost.storage.modes import make_directory
 from milepost.storage.names import RootPaths
 from milepost.storage.refusals import reported
 from milepost.wire.messages import SaveRef
@@ -29,14 +30,14 @@ _LATER_FILE: Final = re.compile(r"__\d+_[1-9]\d*\.distcp")
 """A data file of a rank that has written its image more than once."""
 
 
-def open_save(root: RootPaths, save: SaveRef) -> Path:
+def open_save(root: RootPaths, save: SaveRef, umask: int) -> Path:
     """See `Root.open_save`."""
     path = root.save_dir(save)
     with reported("open", path):
         if root.run.exists():
             # Somebody who tidied up may have removed `.partial` alone.
-            root.partial.mkdir(exist_ok=True)
-        path.mkdir(exist_ok=True)
+            make_directory(root.partial, umask)
+        make_directory(path, umask)
         was_published = is_published(root, save)
         if was_published or root.aborted_dir(save).exists():
             with suppress(OSError):

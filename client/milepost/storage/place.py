@@ -45,6 +45,7 @@ from milepost.storage.durable import (
     sync_directory,
 )
 from milepost.storage.fate import Fate
+from milepost.storage.modes import UNKNOWN, make_directory
 from milepost.storage.names import ABORTED, check_save_id
 from milepost.storage.outcomes import given_up, remove_leftovers
 from milepost.storage.refusals import reported
@@ -73,10 +74,12 @@ class Place:
 
     Args:
         path: made absolute, not resolved: nodes compare it as it was given.
+        umask: gives the modes of what a save makes here; `modes.UNKNOWN`: this process's own.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], umask: int = UNKNOWN) -> None:
         self.path: Final = Path(os.path.abspath(path))
+        self._umask: Final = umask
 
     # --- before a save ----------------------------------------------------------------------------
 
@@ -123,8 +126,8 @@ class Place:
         path = self.save_dir(save)
         with reported("open", path):
             if not self.path.is_dir():
-                make_directories(self.path)
-            path.mkdir(exist_ok=True)
+                make_directories(self.path, self._umask)
+            make_directory(path, self._umask)
             was_published = self._publishing(save).exists() or self._is_published(save)
             if was_published or self._aborted(save).exists():
                 with suppress(OSError):
@@ -146,7 +149,7 @@ class Place:
     def write_file(self, path: Path, data: bytes) -> None:
         """Make `path` hold `data`, durably, or leave it as it was. Its directory must exist."""
         with reported("write", path, len(data)):
-            replace_file(path, data)
+            replace_file(path, data, self._umask)
 
     def write_image(
         self,
@@ -159,7 +162,7 @@ class Place:
     ) -> None:
         """See `Root.write_image`."""
         with reported("write", path, image.nbytes):
-            write_image(path, image, on_block, before_block, block_bytes)
+            write_image(path, image, on_block, before_block, block_bytes, self._umask)
 
     # --- ending one save --------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from milepost.storage import catalog, latest, opening, outcomes, removals
 from milepost.storage.blocks import BLOCK_BYTES, write_image
 from milepost.storage.contents import foreign_in
 from milepost.storage.durable import replace_file
+from milepost.storage.modes import UNKNOWN
 from milepost.storage.names import RootPaths
 from milepost.storage.refusals import reported
 
@@ -40,10 +41,12 @@ class Root:
 
     Args:
         path: made absolute, not resolved: the daemon and its peers compare it as it was given.
+        umask: gives the modes of what a save makes here; `modes.UNKNOWN`: this process's own.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], umask: int = UNKNOWN) -> None:
         self.path: Final = Path(os.path.abspath(path))
+        self._umask: Final = umask
         self._paths: Final = RootPaths(self.path)
 
     @property
@@ -110,12 +113,12 @@ class Root:
             SaveFailed: "aborted": the save was given up.
             Rejected: "already-committed": it was published.
         """
-        return outcomes.open_save(self._paths, save)
+        return outcomes.open_save(self._paths, save, self._umask)
 
     def write_file(self, path: Path, data: bytes) -> None:
         """Make `path` hold `data`, durably, or leave it as it was. Its directory must exist."""
         with reported("write", path, len(data)):
-            replace_file(path, data)
+            replace_file(path, data, self._umask)
 
     def write_image(
         self,
@@ -142,7 +145,7 @@ class Root:
             StorageError: also if the file exists already.
         """
         with reported("write", path, image.nbytes):
-            write_image(path, image, on_block, before_block, block_bytes)
+            write_image(path, image, on_block, before_block, block_bytes, self._umask)
 
     def is_taken(self, name: str) -> bool:
         """Whether a data file must not have this name though the save's directory has none of it:

@@ -134,6 +134,9 @@ class Join(Message, frozen=True):
     keep: Keep = Keep()
     deadline_s: float = 600.0
     """Limit for all stages of a save together: from its first report on a node to its outcome."""
+    umask: int = -1
+    """Of the process of rank 0: gives the modes of the files and directories of the job's saves;
+    -1: not known, and each daemon's own does."""
 
 
 class Offered(Message, frozen=True):

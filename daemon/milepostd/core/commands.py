@@ -69,6 +69,8 @@ class WriteImage(Command, frozen=True):
     layout_id: str
     until_ns: int
     """Failures that may pass are tried again until this instant."""
+    umask: int = -1
+    """Gives the modes of what is made, as in `Join`."""
 
 
 class AbandonWrite(Command, frozen=True):
@@ -88,6 +90,8 @@ class WriteFragment(Command, frozen=True):
     files: tuple[WrittenFile, ...]
     until_ns: int
     """Failures that may pass are tried again until this instant."""
+    umask: int = -1
+    """Gives the modes of what is made, as in `Join`."""
 
 
 class MakePlan(Command, frozen=True):
@@ -110,6 +114,8 @@ class BuildIndex(Command, frozen=True):
     fragments: tuple[str, ...]
     until_ns: int
     """Failures that may pass are tried again until this instant."""
+    umask: int = -1
+    """Gives the modes of what is made, as in `Join`."""
 
 
 class Publish(Command, frozen=True):

@@ -217,6 +217,7 @@ class Coordination(Role):
                 files=tuple(files),
                 fragments=fragments,
                 until_ns=self.deadline_at_ns(),
+                umask=self.job.umask,
             )
         ]
 

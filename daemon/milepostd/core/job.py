@@ -88,6 +88,7 @@ class Job:
         self.cohort = join.cohort
         self.keep: Keep = join.keep
         self.deadline_s = join.deadline_s
+        self.umask = join.umask
         self.coordinator: NodeRef = join.cohort[join.node_of_rank[0]]
         self.is_coordinator = self.coordinator.node_id == node_id
         own = [index for index, node in enumerate(join.cohort) if node.node_id == node_id]

@@ -177,6 +177,7 @@ class Participation(Role):
                     slot=message.slot,
                     layout_id=message.layout_id,
                     until_ns=self.deadline_at_ns(),
+                    umask=self.job.umask,
                 )
             )
         return commands + self._check_reports(now_ns)
@@ -264,7 +265,11 @@ class Participation(Role):
         self.is_sealing = True
         return [
             WriteFragment(
-                save=self.save, root=self.job.root, files=files, until_ns=self.deadline_at_ns()
+                save=self.save,
+                root=self.job.root,
+                files=files,
+                until_ns=self.deadline_at_ns(),
+                umask=self.job.umask,
             )
         ]
 

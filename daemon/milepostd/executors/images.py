@@ -86,7 +86,7 @@ class Images:
 
         write = partial(
             write_rank,
-            home_of(command.root, save),
+            home_of(command.root, save, command.umask),
             save,
             command.arena,
             command.slot,
@@ -114,7 +114,7 @@ class Images:
         await self._faults.at("before-durable", save)
         files = self._written.pop((save.job, save.save_id))
         ordered = tuple(files[rank] for rank in sorted(files))
-        home = home_of(command.root, save)
+        home = home_of(command.root, save, command.umask)
         write = partial(write_fragment, home, save, self._node, ordered)
         name = await retried(partial(self._files.run, write), command.until_ns)
         return FragmentDurable(save=save, fragment=name)

@@ -49,7 +49,12 @@ class Plans:
         save = command.save
         await self._faults.at("before-metadata", save)
         built = await self._planner.build_index(
-            save, command.root, command.files, command.fragments, command.until_ns / 1e9
+            save,
+            command.root,
+            command.files,
+            command.fragments,
+            command.until_ns / 1e9,
+            umask=command.umask,
         )
         await self._faults.at("after-metadata", save)
         if isinstance(built, Cause):

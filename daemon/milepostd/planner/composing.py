@@ -199,7 +199,7 @@ class Composer:
         """
         warm()
         save = request.save
-        home = home_of(request.root, save)
+        home = home_of(request.root, save, request.umask)
         directory = home.save_dir(save)
         try:
             files = fragments.read_fragments(directory, request)

@@ -48,6 +48,7 @@ class IndexWanted(PlannerRequest, frozen=True):
     files: tuple[WrittenFile, ...]
     """One for each rank, ascending by rank."""
     fragments: tuple[str, ...]
+    umask: int = -1
 
 
 class PlannerAnswer(msgspec.Struct, frozen=True, kw_only=True, tag=True):

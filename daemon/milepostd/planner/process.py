@@ -215,6 +215,8 @@ class Planner:
         files: Sequence[WrittenFile],
         fragments: Sequence[str],
         until_s: float,
+        *,
+        umask: int = -1,
     ) -> IndexReady | Cause:
         """Write `.milepost` and then `.metadata` into the save's directory, durably.
 
@@ -228,6 +230,7 @@ class Planner:
             files: what each rank has written, and under which layout; one entry a rank.
             fragments: file names of the nodes' manifest fragments.
             until_s: when to stop trying, by the monotonic clock.
+            umask: gives the modes of both files, as in `Join`.
         """
         unseen_until_s = time.monotonic() + FILE_WAIT_S
         pause_s = _FILE_RETRY_S
@@ -239,6 +242,7 @@ class Planner:
                 save=save,
                 files=ordered,
                 fragments=tuple(fragments),
+                umask=umask,
             )
             answer = await self._ask(request)
             match answer:

@@ -52,7 +52,7 @@ def together(world: int, act: Callable[[Group], Any], absent: tuple[int, ...] = 
 
 def introduction(rank: int, **changes: str) -> Introduction:
     fields = {"root": "/data/run", "job": "run", "torch_version": "2.13.0"} | changes
-    return Introduction(NODES[rank // 2], **fields)
+    return Introduction(NODES[rank // 2], **fields, umask=0o20 + rank)
 
 
 def test_ranks_learn_where_the_others_are() -> None:
@@ -63,14 +63,14 @@ def test_ranks_learn_where_the_others_are() -> None:
         return "run@1f", 7
 
     results = together(5, lambda group: meet(group, introduction(group.rank), claim, WAIT_S))
-    expected = Meeting(tuple(NODES), (0, 0, 1, 1, 2), "run@1f", 7)
+    expected = Meeting(tuple(NODES), (0, 0, 1, 1, 2), "run@1f", 7, umask=0o20)
     assert [expected] * 5 == results
     assert 1 == len(claims)
 
 
 def test_a_lone_process_meets_itself_without_a_store() -> None:
     me = introduction(0)
-    assert Meeting((NODES[0],), (0,), "run@1f", 1) == meet(
+    assert Meeting((NODES[0],), (0,), "run@1f", 1, umask=0o20) == meet(
         Group(0, 1, None), me, lambda: ("run@1f", 1)
     )
 

@@ -105,6 +105,7 @@ CLIENT: list[Message] = [
         cohort=NODES,
         keep=Keep(last=2, every=(100, 250), protect=(7,)),
         deadline_s=120.5,
+        umask=0o027,
     ),
     Offered(save=SAVE, fingerprint="0" * 32, offer=b"\x00\xff\xc1"),
     Staged(save=SAVE, layout_id="l" * 32, arena="/dev/shm/a", slot=1, image_bytes=1 << 41),
@@ -276,7 +277,12 @@ def test_version_1_frames_mean_what_they_meant_and_have_no_later_field(
     assert found == msgspec.to_builtins(decode(golden))
 
 
-LATER = {"LayoutReady": ["rota"], "Concluded": ["warnings"], "Outcome": ["warnings"]}
+LATER = {
+    "Join": ["umask"],
+    "LayoutReady": ["rota"],
+    "Concluded": ["warnings"],
+    "Outcome": ["warnings"],
+}
 """Fields that version 1 did not have, besides `place`."""
 
 
