@@ -154,16 +154,23 @@ class _Read(NamedTuple):
     nbytes: int
 
 
+class _Copies(NamedTuple):
+    """Copies that a device makes in few steps, if all are dense and of one dtype."""
+
+    typed: torch.Tensor
+    """The scratch, as elements of the dtype."""
+    into: list[torch.Tensor]
+    out_of: list[torch.Tensor]
+
+
 class _Batch:
     """Tensors of one device that are read together."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
         self._room = memory.numel()
-        self._typed: dict[torch.dtype, torch.Tensor] = {}
-        """The memory, as elements of each dtype that was needed."""
-        self.into: list[torch.Tensor] = []
-        self.out_of: list[torch.Tensor] = []
+        self._dense: dict[torch.dtype, _Copies] = {}
+        self._others: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self.reads: list[_Read] = []
         self.end = 0
 
@@ -180,8 +187,9 @@ class _Batch:
         self.end = align(at + nbytes, 16)
         if is_whole and source.is_contiguous():
             # By far the most.
-            self.into.append(self._as(source.dtype).as_strided((count,), (1,), at // itemsize))
-            self.out_of.append(source.as_strided((count,), (1,)))
+            dense = self._of(source.dtype)
+            dense.into.append(dense.typed.as_strided((count,), (1,), at // itemsize))
+            dense.out_of.append(source.as_strided((count,), (1,)))
             return True
         if is_whole:
             bits = _BITS.get(itemsize)
@@ -190,26 +198,33 @@ class _Batch:
             sample = _Sample.of(count, itemsize, moved)
             parts = sample.blocks_of(source) if source.is_contiguous() else [sample.picked(source)]
         for part in parts:
-            target = self._as(part.dtype).as_strided((part.numel(),), (1,), at // part.itemsize)
-            self.into.append(target.view(part.shape))
-            self.out_of.append(part)
+            typed = self._of(part.dtype).typed
+            target = typed.as_strided((part.numel(),), (1,), at // part.itemsize)
+            into, out_of = self._others
+            into.append(target.view(part.shape))
+            out_of.append(part)
             at += part.nbytes
         return True
 
-    def _as(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the memory as elements of this type."""
-        typed = self._typed.get(dtype)
-        if typed is None:
-            typed = self._typed[dtype] = self._memory.view(dtype)
-        return typed
+    def read(self) -> None:
+        """Copy them into the scratch; on a device, queue that."""
+        for into, out_of in [copies[1:] for copies in self._dense.values()] + [self._others]:
+            if into:
+                torch._foreach_copy_(into, out_of, non_blocking=True)
+
+    def _of(self, dtype: torch.dtype) -> _Copies:
+        found = self._dense.get(dtype)
+        if found is None:
+            found = self._dense[dtype] = _Copies(self._memory.view(dtype), [], [])
+        return found
 
 
 class TensorDigests:
     """The digests of some tensors as they are now; those of a device are there a little later.
 
     Takes memory beside the tensors: `DEVICE_SCRATCH_BYTES` on a device; where there is not so much,
-    its tensors have no digests, and the log says so. Waits for a device only if
-    more than that is read of it. About 4 us an item, and the reading.
+    its tensors have no digests, and the log says so. Waits for a device only if more than that is
+    read of it. About 4 us an item, and the reading.
 
     Args:
         items: of a state.
@@ -265,7 +280,7 @@ class TensorDigests:
 
     def _read(self, device: torch.device, scratch: Scratch, batch: _Batch) -> None:
         self._take(device)
-        torch._foreach_copy_(batch.into, batch.out_of, non_blocking=True)
+        batch.read()
         self._fetched[device] = batch.reads, scratch.fetch(batch.end)
 
     def _take(self, device: torch.device) -> None:

@@ -179,6 +179,27 @@ def test_what_a_device_has_is_fetched_after_it_was_read_and_before_it_is_written
     ]
 
 
+def test_a_device_without_memory_leaves_its_tensors_without_digests_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(device: torch.device) -> Any:
+        raise torch.OutOfMemoryError("nothing is free")
+
+    assert {} == TensorDigests(items_of({"t": torch.ones(3)}), [0], 0, refuse).get()
+    assert ["replicas on cpu are not compared this time: nothing is free"] == caplog.messages
+
+
+def test_tensors_of_several_dtypes_are_read_together() -> None:
+    state = {str(dtype): bits_of(3, 4096, dtype) for dtype in DTYPE_NAMES}
+    state |= {f"{key} turned": transposed(t.view(16, -1)) for key, t in state.items()}
+    items = items_of(state)
+
+    found = TensorDigests(items, range(len(items))).get()
+
+    assert 1 == len(set(found.values()))
+    assert len(state) == len(found)
+
+
 # --- objects ------------------------------------------------------------------------------------
 
 PLAIN: list[Any] = [
