@@ -288,7 +288,8 @@ def _form_of(columns: Columns) -> _Form:
     names = list(dict.fromkeys(columns.dtypes))
     numbers = {name: number for number, name in enumerate(names)}
     try:
-        planner_data = pack_plain(columns.planner_data)
+        plain = columns.planner_data
+        planner_data = pack_plain(dict(plain) if isinstance(plain, _PackedDict) else plain)
     except (TypeError, OverflowError) as error:
         raise ValueError(f"planner_data is not plain data: {error}") from error
     return _Form(
@@ -338,8 +339,41 @@ def _unpack(form: _Form) -> Columns:
         ats=unpack_ints(form.ats),
         lengths=unpack_ints(form.lengths),
         crcs=unpack_ints(form.crcs),
-        planner_data=unpack_plain(form.planner_data),
+        planner_data=_planner_data(form.planner_data),
     )
+
+
+class _PackedDict(Mapping[Any, Any]):
+    """A dict as `pack_plain` packs it, unpacked when it is first asked for: few loads ask for the
+    paths of keys. Raises ValueError then, if it is malformed.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    @cached_property
+    def _unpacked(self) -> dict[Any, Any]:
+        found: dict[Any, Any] = unpack_plain(self._data)
+        return found
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._unpacked[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._unpacked)
+
+    def __len__(self) -> int:
+        return len(self._unpacked)
+
+    def __reduce__(self) -> tuple[type[dict[Any, Any]], tuple[dict[Any, Any]]]:
+        return dict, (self._unpacked,)
+
+
+def _planner_data(packed: bytes) -> Any:
+    """Return what was packed, a dict in its packed form."""
+    # msgpack's marks of a map: with its length in the mark itself, or behind it.
+    is_dict = packed[:1] in (b"\xde", b"\xdf") or (packed[:1] > b"\x7f" and packed[:1] < b"\x90")
+    return _PackedDict(packed) if is_dict else unpack_plain(packed)
 
 
 class ColumnsDraft:

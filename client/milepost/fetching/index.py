@@ -93,27 +93,31 @@ class CheckpointIndex:
         numbers, counts, firsts, sizes = (
             columns.numbers, columns.counts, columns.firsts, columns.sizes,
         )  # fmt: skip
+        names, bounds, blob_of = columns.dtypes, columns.bounds, self._blob
         dtypes: dict[str, torch.dtype] = {}
+        zeros: dict[int, Box] = {}
+        # Written out, since there may be tens of thousands.
         with collector_paused():
             for each in wanted:
-                number = numbers[each.key]
-                name = columns.dtypes[number]
+                key, _, memory = each
+                number = numbers[key]
+                name = names[number]
                 dtype = dtypes.get(name)
                 if dtype is None:
                     dtype = dtypes[name] = dtype_named(name)
                 size = sizes[number]
-                if counts[number] == 1 and each.memory.shape == size and self._is_one(number):
-                    zeros = (0,) * len(size)
-                    blob = self._blob(each.key, firsts[number])
-                    reads.append(TensorRead(each.key, blob, dtype, size, zeros, size, each.memory))
-                else:
-                    reads += self._parts(each, number, dtype)
+                if counts[number] == 1 and memory.shape == size:
+                    at, extent = bounds(number)
+                    # The only chunk of a tensor is all of it.
+                    if not any(at) and tuple(extent) == size:
+                        zero = zeros.get(len(size))
+                        if zero is None:
+                            zero = zeros[len(size)] = (0,) * len(size)
+                        blob = blob_of(key, firsts[number])
+                        reads.append(TensorRead(key, blob, dtype, size, zero, size, memory))
+                        continue
+                reads += self._parts(each, number, dtype)
         return reads
-
-    def _is_one(self, number: int) -> bool:
-        """Tell whether the only chunk of a tensor is all of it."""
-        offsets, sizes = self.columns.bounds(number)
-        return not any(offsets) and tuple(sizes) == self.columns.sizes[number]
 
     def _parts(self, wanted: Destination, number: int, dtype: torch.dtype) -> Iterable[TensorRead]:
         key, offsets, memory = wanted

@@ -26,7 +26,9 @@ def destinations_of(
     items, faults = sort_out(tensors, {})
     found = [
         Destination(
-            key, tuple(offsets) if kind != Kind.OBJECT else (0,) * source.dim(), source.detach()
+            key,
+            tuple(offsets) if kind != Kind.OBJECT else (0,) * source.dim(),
+            source.detach() if source.requires_grad else source,
         )
         for key, kind, source, offsets in zip(
             items.keys, items.kinds, items.sources, items.offsets, strict=True

@@ -130,7 +130,11 @@ def test_planner_data_of_any_kind_is_kept_or_there_are_no_columns(planner_data: 
         with pytest.raises(ValueError, match="not plain"):
             pack_columns(columns)
         return
-    assert planner_data == unpack_columns(pack_columns(columns)).planner_data
+    packed = pack_columns(columns)
+    again = unpack_columns(packed)
+    assert packed == pack_columns(again)
+    assert planner_data == again.planner_data
+    assert repr(planner_data) == repr(pickle.loads(pickle.dumps(again.planner_data)))
 
 
 def test_places_stored_without_an_offset_or_with_an_empty_one_are_found() -> None:
