@@ -78,6 +78,7 @@ def load(rank: Rank) -> dict[str, Any]:
     import torch.distributed as dist
 
     import milepost
+    import milepost.dcp
     from milepost.fetching import neighbours
     from milepost.fetching.files import DataFile
     from tests.unit.fetching.checkpoints import make_cold
@@ -116,7 +117,10 @@ def load(rank: Rank) -> dict[str, Any]:
         DataFile.is_cached = die  # type: ignore[assignment,method-assign]
     before, started_s, error = storage_bytes(), time.monotonic(), None
     try:
-        milepost.load(checkpoint, state, timeout_s=rank.arguments.get("wait_s", 60.0))
+        if rank.arguments.get("by") == "dcp":
+            milepost.dcp.load(state, checkpoint_id=checkpoint)
+        else:
+            milepost.load(checkpoint, state, timeout_s=rank.arguments.get("wait_s", 60.0))
     except milepost.MilepostError as raised:
         error = (type(raised).__name__, raised.code, raised.message)
     return {
@@ -178,6 +182,14 @@ def test_of_a_sharded_state_each_rank_reads_its_own(kind: str, counted: Path) ->
         assert all(abs(each["bytes"] - FILE_BYTES // 4) <= SLACK_BYTES for each in told)
 
 
+@pytest.mark.parametrize("part", ["all", "columns"])
+def test_what_four_ranks_load_in_torchs_words_is_read_once(part: Part, counted: Path) -> None:
+    told = run_ranks(load, write(counted, "ours"), [None] * 4, part=part, by="dcp")
+    assert all(each["is_right"] for each in told)
+    assert FILE_BYTES <= sum(each["bytes"] for each in told) <= FILE_BYTES + SLACK_BYTES
+    assert not any(each["is_cached"] for each in told)
+
+
 def test_ranks_of_several_hosts_read_for_themselves(counted: Path) -> None:
     told = run_ranks(load, write(counted, "ours"), [None] * 3, part="all", apart=True)
     assert all(each["is_right"] for each in told)
@@ -192,9 +204,10 @@ def test_without_a_way_to_tell_the_others_each_reads_for_itself_and_says_so(coun
         assert 1 == sum("is read by each of them: no such operation" in x for x in each["lines"])
 
 
+@pytest.mark.parametrize("by", ["milepost", "dcp"])
 @pytest.mark.parametrize("dies", [0, 2])
 def test_ranks_of_whom_one_is_killed_read_on_and_say_who_has_ended(
-    dies: int, counted: Path
+    dies: int, by: str, counted: Path
 ) -> None:
     told = run_ranks(
         load,
@@ -203,6 +216,7 @@ def test_ranks_of_whom_one_is_killed_read_on_and_say_who_has_ended(
         expect_death=[dies],
         part="all",
         dies=dies,
+        by=by,
         wait_s=3600.0,
     )
     living = [each for each in told if each is not None]

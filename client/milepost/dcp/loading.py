@@ -13,6 +13,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.utils import _api_bc_check
 from milepost.dcp.reader import Reader
 from milepost.dcp.steps import Steps
 from milepost.errors import MilepostError
+from milepost.link.presence import Presence
 from milepost.link.rendezvous import Group, join_group
 
 if TYPE_CHECKING:
@@ -143,8 +145,12 @@ class _Load:
         """In an order that is the same on all ranks, since some entries talk to those of others."""
         self._reader = reader
         self._planner = planner
+        self._group = group
         self._rank = group.rank
-        self._steps = Steps(group, WAIT_S)
+        self._sharing = ExitStack()
+        """Ends when all ranks have read."""
+        self._presence = Presence(group, "load")
+        self._steps = Steps(group, WAIT_S, self._presence.has_ended)
         self._content: dict[str, Any] = {}
         """The state, with what its Stateful entries have said."""
         self._own_failure: Exception | None = None
@@ -153,13 +159,16 @@ class _Load:
     def run(self) -> None:
         """Load. Raises as `load`."""
         try:
-            plan = self._agree_on_plan()
-            self._steps.agree("read", lambda: self._read(plan))
+            with self._sharing:
+                plan = self._agree_on_plan()
+                self._steps.agree("read", lambda: self._read(plan))
             self._steps.agree("load_state_dict", self._hand_over)
         except stock.CheckpointException:
             if self._own_failure is not None:
                 raise self._own_failure from None
             raise
+        finally:
+            self._presence.close()
 
     def _agree_on_plan(self) -> LoadPlan:
         # A global plan that is made of nothing new need not travel.
@@ -182,7 +191,9 @@ class _Load:
             )
         else:
             reader.set_up_storage_reader(metadata, is_coordinator)
-        return reader.prepare_local_plan(planner.create_local_plan())
+        plan = reader.prepare_local_plan(planner.create_local_plan())
+        self._sharing.enter_context(reader.share_with(self._group, "load", plan))
+        return plan
 
     def _global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return self._reader.prepare_global_plan(self._planner.create_global_plan(plans))

@@ -1,7 +1,7 @@
 """`Reader`: a storage reader for torch's planners that reads and checks as a milepost load does.
 
 Owns what torch asks of a `StorageReader`: the index, and the read items of a plan, which become
-requests of a fetch. Whether there are other ranks it does not know. Sources:
+requests of a fetch. Of other ranks it knows only what `share_with` was told. Sources:
 torch/distributed/checkpoint/{filesystem,planner,default_planner}.py (2.13).
 """
 
@@ -26,7 +26,8 @@ from milepost.errors import CorruptCheckpoint, LoadFailed
 from milepost.fetching.checksums import KnownChecksums
 from milepost.fetching.fetch import fetch
 from milepost.fetching.index import CheckpointIndex, read_index
-from milepost.fetching.requests import Blob, ObjectRead, TensorRead
+from milepost.fetching.neighbours import Neighbours
+from milepost.fetching.requests import Blob, Fetched, ObjectRead, TensorRead
 from milepost.format.manifest import METADATA_NAME
 from milepost.reading.blobs import damaged, settled
 from milepost.reading.objects import load_objects
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint._extension import ExtensionRegistry
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+
+    from milepost.link.rendezvous import Group
 
 log = logging.getLogger("milepost")
 
@@ -80,6 +83,7 @@ class Reader(FileSystemReader):
         self._forget()
 
     def _forget(self) -> None:
+        self._neighbours: Neighbours | None = None
         self._place: Path | None = None
         """The checkpoint itself, where `path` may be a link that moves on."""
         self._index: CheckpointIndex | None = None
@@ -126,6 +130,31 @@ class Reader(FileSystemReader):
 
     # --- the data
 
+    def share_with(self, group: Group, topic: str, plan: LoadPlan) -> Neighbours:
+        """Tell the other ranks of this host what a plan is going to read; return them, to be closed
+        when all ranks have read.
+
+        Args:
+            group: the ranks that load together; they all call this before one of them reads.
+            topic: names the load in the group's store; never used before.
+        """
+        place = self._place or Path(self.path).resolve()
+        self._neighbours = neighbours = Neighbours(group, topic, place)
+        # Who reads in a way of his own knows best what.
+        if neighbours.are_possible and type(self).read_data is Reader.read_data:
+            nothing = torch.empty(0)
+            objects, tensors = self._wanted(plan)
+            reads = [ObjectRead(item.storage_index.fqn, blob) for item, blob in objects]
+            known = self._checksums()
+
+            def is_in_parts(file: str) -> bool:
+                return not self._verify or known.stretches(file) is not None
+
+            neighbours.tell(
+                [*reads, *(self._request(each, nothing) for each in tensors)], is_in_parts
+            )
+        return neighbours
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all items of a plan; what the future holds is there already.
 
@@ -137,13 +166,10 @@ class Reader(FileSystemReader):
         if any(getattr(each, "transform_descriptors", None) for each in places):
             log.info("%s was written through extensions: torch's own code reads it", place)
             return super().read_data(plan, _Guarded(self, planner))  # type: ignore[arg-type]
-        objects, tensors = list[_Wanted](), list[_Wanted]()
-        for item, info in zip(plan.items, places, strict=True):
-            file = str(info.relative_path)
-            crc = self._crc(item.storage_index.fqn, file, info.offset)
-            wanted = _Wanted(item, Blob(file, info.offset, info.length, crc))
-            (objects if item.type == LoadItemType.BYTE_IO else tensors).append(wanted)
-        checksums = KnownChecksums(None if self._index is None else self._index.manifest)
+        objects, tensors = self._wanted(plan)
+        checksums = self._checksums()
+        if self._neighbours is not None:
+            self._neighbours.listen()
         with reading(Root(place.parent), place.name):
             self._read_objects(place, objects, planner, checksums)
             for batch in _batches(tensors, planner):
@@ -151,6 +177,37 @@ class Reader(FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _wanted(self, plan: LoadPlan) -> tuple[list[_Wanted], list[_Wanted]]:
+        """Return the objects and the tensors of a plan, with where they lie."""
+        objects, tensors = list[_Wanted](), list[_Wanted]()
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            file = str(info.relative_path)
+            crc = self._crc(item.storage_index.fqn, file, info.offset)
+            wanted = _Wanted(item, Blob(file, info.offset, info.length, crc))
+            (objects if item.type == LoadItemType.BYTE_IO else tensors).append(wanted)
+        return objects, tensors
+
+    def _checksums(self) -> KnownChecksums:
+        return KnownChecksums(None if self._index is None else self._index.manifest)
+
+    def _fetch(
+        self,
+        place: Path,
+        tensors: list[TensorRead],
+        objects: list[ObjectRead],
+        checksums: KnownChecksums,
+    ) -> Fetched:
+        found = fetch(
+            place,
+            tensors,
+            objects,
+            checksums,
+            is_checked=self._verify,
+            neighbours=self._neighbours,
+        )
+        return settled(place, tensors, found)
 
     def _read_objects(
         self,
@@ -160,8 +217,7 @@ class Reader(FileSystemReader):
         checksums: KnownChecksums,
     ) -> None:
         reads = [ObjectRead(item.storage_index.fqn, blob) for item, blob in wanted]
-        found = fetch(place, [], reads, checksums, is_checked=self._verify)
-        contents = settled(place, [], found).objects
+        contents = self._fetch(place, [], reads, checksums).objects
         items = [item for item, _ in wanted]
         self._give(place, list(zip(items, contents, strict=True)), planner)
 
@@ -174,7 +230,7 @@ class Reader(FileSystemReader):
     ) -> None:
         reads = [self._request(wanted, memory) for wanted, memory in batch
                  if memory.device.type != "meta"]  # fmt: skip
-        settled(place, reads, fetch(place, reads, [], checksums, is_checked=self._verify))
+        self._fetch(place, reads, [], checksums)
         for (item, _), memory in batch:
             planner.commit_tensor(item, memory)
 

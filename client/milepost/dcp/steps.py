@@ -53,14 +53,21 @@ class Steps:
     Args:
         group: this rank's place among the others; its store has not been used before.
         timeout_s: how long a rank is waited for, at each step.
+        has_ended: tells whether a rank will not come any more; None: nobody knows.
 
     A step raises on every rank what has failed on any of them, as CheckpointException with failures
     by rank; and Unavailable("rank-missing") where a rank does not come.
     """
 
-    def __init__(self, group: Group, timeout_s: float) -> None:
+    def __init__(
+        self,
+        group: Group,
+        timeout_s: float,
+        has_ended: Callable[[int], bool] | None = None,
+    ) -> None:
         self._group = group
         self._timeout_s = timeout_s
+        self._has_ended = has_ended
         self._answered = ""
         """Rank 0: the key of its last answer, which all have read once they come again."""
 
@@ -116,7 +123,8 @@ class Steps:
         parts: list[bytes] = []
 
         def answer() -> bytes:
-            words = [_unpacked(each) for each in gather(group, topic, said, self._timeout_s)]
+            heard = gather(group, topic, said, self._timeout_s, self._has_ended)
+            words = [_unpacked(each) for each in heard]
             self._delete(self._answered)
             failures = {rank: each.failure for rank, each in enumerate(words) if each.failure}
             if not failures and reduce is not None:
@@ -134,7 +142,7 @@ class Steps:
             return self._alone(step, word, reduce)
         if group.rank:
             gather(group, topic, said, self._timeout_s)
-        told = tell_all(group, topic, answer, self._timeout_s + AFTER_S)
+        told = tell_all(group, topic, answer, self._timeout_s + AFTER_S, self._has_ended)
         self._delete(f"{topic}/{group.rank}")
         self._answered = "" if group.rank else f"{topic}/answer"
         heard: _Answer = pickle.loads(told)

@@ -120,7 +120,7 @@ class Neighbours:
         # A rank that has left has taken back what it told; one may have died before it told it.
         if key == self._key or not store.check([key]):
             return {}
-        told: dict[str, list[int]] = msgpack.unpackb(store.get(key) or b"\x80")
+        told: dict[str, list[int]] = msgpack.unpackb(store.get(key))
         return told
 
     def is_shared(self, file: str, begin: int, end: int) -> bool:
@@ -145,8 +145,12 @@ class Neighbours:
                 for begin, end in _merge(ranges, 0):
                     opened.forget(begin, end)
         if self._store is not None and self._key:
+            # A store that cannot delete keeps what was told for as long as the run lasts.
             with suppress(OSError, RuntimeError, ValueError):
-                self._store.set(self._key, b"")
+                self._store.delete_key(self._key)
+                place, _, number = self._key.rpartition("/")
+                if number == "1":
+                    self._store.delete_key(place)
             self._key = ""
 
     def _alone(self, error: Exception) -> None:

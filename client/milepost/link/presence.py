@@ -35,6 +35,7 @@ class Presence:
     def __init__(self, group: Group, topic: str) -> None:
         self._store = group.store
         self._topic = f"{topic}/process"
+        self._own_key = f"{self._topic}/{group.rank}"
         self._here = ""
         self._known: dict[int, tuple[str, int, str]] = {}
         if self._store is None:
@@ -42,7 +43,14 @@ class Presence:
         with suppress(OSError):
             self._here = _namespace()
             me = self._here, os.getpid(), _started(os.getpid())
-            self._store.set(f"{self._topic}/{group.rank}", msgpack.packb(me))
+            self._store.set(self._own_key, msgpack.packb(me))
+
+    def close(self) -> None:
+        """Take back what was told, when no rank waits for this one any more."""
+        # A store that cannot delete keeps a few bytes.
+        with suppress(RuntimeError):
+            if self._store is not None and self._here:
+                self._store.delete_key(self._own_key)
 
     def has_ended(self, rank: int) -> bool:
         """Tell whether a rank is known to have ended; never raises for what it cannot find out."""

@@ -134,6 +134,19 @@ def test_more_files_than_runs_are_all_told(tmp_path: Path, monkeypatch: pytest.M
     assert all(other.is_shared(file, 0, 1) for file in files)
 
 
+def test_nothing_stays_in_the_store(tmp_path: Path) -> None:
+    store = HashStore()
+    made = [Neighbours(Group(number, 3, store), "load/1", tmp_path) for number in range(3)]
+    for each in made:
+        each.tell([blob("a", 0, 1)])
+    assert 4 == store.num_keys()
+    for each in made:
+        each.listen()
+    for each in made:
+        each.close()
+    assert 0 == store.num_keys()
+
+
 def test_a_rank_alone_tells_nobody(tmp_path: Path) -> None:
     with Neighbours(Group(0, 1, None), "load/1", tmp_path) as alone:
         assert not alone.are_possible

@@ -62,6 +62,14 @@ def test_of_a_rank_that_has_said_nothing_and_of_one_alone_nothing_is_known() -> 
     assert not Presence(Group(0, 1, None), "load/1").has_ended(0)
 
 
+def test_a_rank_that_waits_for_nobody_any_more_leaves_nothing_in_the_store() -> None:
+    store = HashStore()
+    own = Presence(Group(0, 2, store), "load/1")
+    own.close()
+    assert 0 == store.num_keys()
+    Presence(Group(0, 1, None), "load/1").close()
+
+
 def test_without_proc_nothing_is_known(
     child: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
