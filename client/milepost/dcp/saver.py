@@ -34,7 +34,7 @@ from milepost.staging.blocking import BlockingStaging
 from milepost.staging.slots import Slots
 from milepost.staging.stager import Stager
 from milepost.state.content import ContentReader
-from milepost.state.planners import is_default, wants_lowest_rank
+from milepost.state.planners import PlannerFailed, is_default, wants_lowest_rank
 from milepost.storage.modes import own_umask
 from milepost.storage.place import Place
 from milepost.wire.messages import Join
@@ -104,6 +104,9 @@ class Pending:
                 raise self._error
             self._handle.wait()
             return SavedBytes(self._target.path, (self._target.path / METADATA_NAME).read_bytes())
+        except PlannerFailed as error:
+            failures = {rank: _wrap_exception(each) for rank, each in error.raised.items()}
+            raise CheckpointException("plan", failures) from error
         except (MilepostError, OSError) as error:
             culprit = self._handle.failed_rank
             rank = self._rank if self._error is not None or culprit < 0 else culprit

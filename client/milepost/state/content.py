@@ -124,7 +124,7 @@ class ContentReader:
                 nested = call_stateful(with_per_rank(state, per_rank, rank))
         except Exception as error:
             # The other ranks are about to plan together. They must not wait for this rank.
-            self._exchange.refuse(save_id, f"before it could plan, raised {error!r}")
+            self._exchange.refuse(save_id, f"before it could plan, raised {error!r}", error)
             raise
         final = self._exchange.plan(nested, save_id, storage_meta)
         resolved = resolve(final.plan, self._planner)

@@ -23,6 +23,7 @@ import io
 import pickle
 from contextlib import suppress
 from datetime import timedelta
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
@@ -38,7 +39,7 @@ from milepost.state.tensors import dtype_names, plain_tensor
 from milepost.wire.offers import Kind, Offer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch._C._distributed_c10d import Store
     from torch.distributed.checkpoint.metadata import Metadata
@@ -80,6 +81,44 @@ def storage_meta_of(checkpoint: str, save_id: str) -> StorageMeta:
         checkpoint: path of the directory that the save becomes.
     """
     return StorageMeta(checkpoint_id=checkpoint, save_id=save_id)
+
+
+class PlannerFailed(SaveFailed):
+    """The user's SavePlanner raised.
+
+    Attributes:
+        raised: by rank, what it raised there; a RuntimeError of its text, if that does not travel.
+    """
+
+    raised: Mapping[int, Exception] = MappingProxyType({})
+
+
+class _Fault(NamedTuple):
+    """Why a rank cannot go on."""
+
+    rank: int
+    text: str
+    error: bytes
+    """The exception, pickled; empty if that is impossible."""
+
+
+def _fault_of(rank: int, text: str, error: Exception) -> _Fault:
+    try:
+        packed = pickle.dumps(error)
+        pickle.loads(packed)
+    except Exception:
+        packed = b""
+    return _Fault(rank, text, packed)
+
+
+def _planner_failed(faults: Sequence[_Fault]) -> PlannerFailed:
+    text = "; ".join(fault.text for fault in faults)
+    failed = PlannerFailed("planner-failed", f"the SavePlanner failed: {text}", _PLANNER_HINT)
+    failed.raised = {
+        fault.rank: pickle.loads(fault.error) if fault.error else RuntimeError(fault.text)
+        for fault in faults
+    }
+    return failed
 
 
 class FinalPlan(NamedTuple):
@@ -211,14 +250,19 @@ class PlannerExchange:
         else:
             self._planner.set_up_planner(state_dict, is_first)  # type: ignore[arg-type]
 
-    def refuse(self, exchange_id: str, fault: str) -> None:
+    def refuse(self, exchange_id: str, fault: str, error: Exception | None = None) -> None:
         """Take part in a save's first round only to say that this rank cannot go on.
 
         The other ranks then fail with an error that names this rank, instead of waiting for it.
         Returns once they know, or did not come in time.
         """
+        text = f"rank {self._rank}, {fault}"
         with suppress(SaveFailed):
-            self._agree(f"{exchange_id}/local", "same", f"rank {self._rank}, {fault}")
+            self._agree(
+                f"{exchange_id}/local",
+                "same",
+                _fault_of(self._rank, text, error or RuntimeError(text)),
+            )
 
     def _exchange(self, exchange_id: str, local: SavePlan) -> SavePlan | bytes:
         """Return this rank's part of a new global plan, pickled if it comes from rank 0."""
@@ -251,21 +295,22 @@ class PlannerExchange:
         assert made is not None
         return made[0][0]
 
-    def _try(self, act: str, call: Callable[[], _Result]) -> tuple[_Result | None, str]:
-        """Run user code; return its result, or a sentence about what it raised."""
+    def _try(self, act: str, call: Callable[[], _Result]) -> tuple[_Result | None, _Fault | None]:
+        """Run user code; return its result, or what it raised."""
         try:
-            return call(), ""
+            return call(), None
         except Exception as error:
-            return None, f"rank {self._rank}, {act}, raised {type(error).__name__}: {error}"
+            text = f"rank {self._rank}, {act}, raised {type(error).__name__}: {error}"
+            return None, _fault_of(self._rank, text, error)
 
     # --- rounds: every rank writes a message, and rank 0 answers all of them -------------------
 
-    def _agree(self, name: str, word: str, fault: str) -> str:
+    def _agree(self, name: str, word: str, fault: _Fault | None) -> str:
         """Return "new" if any rank says "new", else "same". All ranks get the same answer.
 
         Raises SaveFailed on every rank if any rank has an error or is missing.
         """
-        said = f"fault\n{fault}" if fault else f"{word}\n"
+        said = f"{word}\n" if fault is None else _told([fault])
         if self._store is not None:
             self._put(f"{name}/{self._rank}", said.encode())
             if self._rank == 0:
@@ -275,15 +320,15 @@ class PlannerExchange:
         if kind == "missing":
             self._raise_missing(text)
         if kind == "fault":
-            raise SaveFailed("planner-failed", f"the SavePlanner failed: {text}", _PLANNER_HINT)
+            raise _planner_failed(_heard(text))
         return kind
 
     def _answer(self, name: str) -> None:
         words = self._gather(name, [f"{name}/{rank}" for rank in range(self._world)])
         said = [word.decode().partition("\n") for word in words]
-        faults = "; ".join(text for kind, _, text in said if kind == "fault")
+        faults = [fault for kind, _, text in said if kind == "fault" for fault in _heard(text)]
         if faults:
-            answer = f"fault\n{faults}"
+            answer = _told(faults)
         else:
             answer = "new\n" if any(kind == "new" for kind, _, _ in said) else "same\n"
         self._put(f"{name}/answer", answer.encode())
@@ -335,6 +380,16 @@ class PlannerExchange:
             # A store that cannot delete keeps a few bytes for each save.
             with suppress(RuntimeError):
                 cast("Store", self._store).delete_key(key)
+
+
+def _told(faults: Sequence[_Fault]) -> str:
+    """Return a word that tells of faults."""
+    return f"fault\n{pickle.dumps([tuple(fault) for fault in faults]).hex()}"
+
+
+def _heard(text: str) -> list[_Fault]:
+    """Return the faults that a word tells of."""
+    return [_Fault(*fault) for fault in pickle.loads(bytes.fromhex(text))]
 
 
 class Resolved(NamedTuple):
