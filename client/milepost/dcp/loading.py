@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.utils import _api_bc_check
 
 from milepost.dcp.reader import Reader
-from milepost.dcp.steps import Steps
+from milepost.dcp.steps import Steps, why_not_among
 from milepost.errors import MilepostError
 from milepost.link.presence import Presence
 from milepost.link.rendezvous import Group, join_group
@@ -60,9 +60,9 @@ def load(
         RuntimeError: neither a path nor a reader was given.
     """
     no_dist = no_dist or not dist.is_available() or not dist.is_initialized()
-    why = _why_not_ours(storage_reader, checkpoint_id)
-    if not why and not no_dist:
-        why = _why_not_among(process_group)
+    why = _why_not_ours(storage_reader, checkpoint_id) or why_not_among(
+        process_group, no_dist=no_dist
+    )
     if why:
         log.info("milepost.dcp.load leaves this one to torch.distributed.checkpoint: %s", why)
         stock.load(
@@ -98,20 +98,6 @@ def _why_not_ours(
         return f"the reader is a {type(storage_reader).__name__}"
     path = getattr(storage_reader, "path", "") if checkpoint_id is None else checkpoint_id
     return f"{path} is a URL" if "://" in str(path) else ""
-
-
-def _why_not_among(process_group: dist.ProcessGroup | None) -> str:
-    """Return why a process group has to load by stock torch; "": its ranks can meet."""
-    group = dist.group.WORLD if process_group is None else process_group
-    if group is None or dist.get_rank(group) < 0:
-        return "this process is not in the group"
-    if dist.get_backend(group) == "fake":
-        return "the process group is a fake one"
-    try:
-        group.get_group_store()
-    except (AttributeError, RuntimeError):
-        return "the process group has no store"
-    return ""
 
 
 def _reader_of(

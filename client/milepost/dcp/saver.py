@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from milepost.concurrency.collector import collector_paused
 from milepost.concurrency.turns import Turn, in_turn
-from milepost.dcp.agreement import Failures, Rounds, Word, failed_here
+from milepost.dcp.steps import Steps
 from milepost.dcp_format.index import read_metadata
 from milepost.errors import MilepostError, Rejected, UsageError
 from milepost.format.manifest import METADATA_NAME
@@ -63,6 +63,13 @@ _STEP: Final = re.compile(r"(\d{1,18})$")
 
 class SaverLost(Exception):
     """The daemon has refused this saver on some rank, or it was closed: all ranks need new ones."""
+
+
+class _Word(NamedTuple):
+    """What one rank says before a save: where it saves, and whether its saver is of use."""
+
+    place: str
+    is_lost: bool
 
 
 class SavedBytes(NamedTuple):
@@ -125,7 +132,8 @@ class GroupSaver:
     def __init__(self, group: Group, run_dir: Path, *, is_embedded: bool) -> None:
         self.rank = group.rank
         self._group = group
-        self._rounds = Rounds(group, DEADLINE_S)
+        self._steps = Steps(group, DEADLINE_S, act="dcp")
+        self._steps_taken = 0
         self._session = Session(
             run_dir,
             is_embedded=is_embedded,
@@ -238,10 +246,10 @@ class GroupSaver:
         return Pending(handle, self.rank, target)
 
     def _agree(self, target: Target, failure: Exception | None) -> None:
-        """Hold the rounds before a save. Raises as `save`."""
+        """Agree with the other ranks on a save. Raises as `save`."""
         if failure is None:
             failure = _raised(self._say_hello if self._meeting is None else self._join)
-        self._hold(target, failure)
+        self._take_step(target, failure, is_lost=self._is_lost)
         if self._meeting is not None:
             return
         try:
@@ -250,21 +258,26 @@ class GroupSaver:
             self._is_lost = True
             raise failed_here("plan", self.rank, error) from error
         # A daemon may refuse its rank: then the others must not wait for it.
-        self._hold(target, _raised(self._join), is_first=True)
+        self._take_step(target, _raised(self._join), is_lost=False)
 
-    def _hold(self, target: Target, failure: Exception | None, *, is_first: bool = False) -> None:
-        is_lost = self._is_lost and not is_first
+    def _take_step(self, target: Target, failure: Exception | None, *, is_lost: bool) -> None:
+        """Go on if all ranks can. Raises as `save`."""
+
+        def look() -> _Word:
+            if failure is not None and not is_lost:
+                raise failure
+            if not target.overwrite and Place(target.place).is_checkpoint():
+                raise RuntimeError("Checkpoint already exists and self.overwrite=False.")
+            return _Word(target.place, is_lost)
+
+        self._steps_taken += 1
         try:
-            answer = self._rounds.hold(
-                Word(target.place, failure, is_lost), lambda words: _judge(words, target)
-            )
+            word = self._steps.exchange(f"plan/{self._steps_taken}", look, _prepared)
         except MilepostError as error:
             self._is_lost = True
             raise failed_here("plan", self.rank, error) from error
-        if answer.is_lost:
+        if word.is_lost:
             raise SaverLost
-        if answer.failures:
-            raise CheckpointException("plan", answer.failures) from failure
 
     def _fill(
         self,
@@ -364,23 +377,22 @@ def _raised(act: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _judge(words: Sequence[Word], target: Target) -> Failures:
-    """Prepare the place, on rank 0; return why the save cannot begin, by rank."""
+def _prepared(words: list[_Word]) -> list[_Word]:
+    """Prepare the place, on rank 0; return what each rank is told. Raises what prevents it."""
+    place = words[0].place
     for rank, word in enumerate(words):
-        if word.place != target.place:
-            text = f"rank {rank} saves to {word.place}, rank 0 to {target.place}"
-            return {rank: _wrap_exception(UsageError("save-mismatch", text, "give one path"))}
-    place = Place(target.place)
-    try:
-        place.prepare()
-        is_refused = not target.overwrite and place.is_checkpoint()
-    except Exception as error:
-        return {0: _wrap_exception(error)}
-    if not is_refused:
-        return {}
-    # On every rank and in torch's words, since each of its ranks looks for itself.
-    refusal = RuntimeError("Checkpoint already exists and self.overwrite=False.")
-    return {rank: _wrap_exception(refusal) for rank in range(len(words))}
+        if word.place != place:
+            text = f"rank {rank} saves to {word.place}, rank 0 to {place}"
+            raise UsageError("save-mismatch", text, "give one path")
+    is_lost = any(word.is_lost for word in words)
+    if not is_lost:
+        Place(place).prepare()
+    return [_Word(place, is_lost)] * len(words)
+
+
+def failed_here(step: str, rank: int, error: BaseException) -> CheckpointException:
+    """Return what a call raises for one rank's failure."""
+    return CheckpointException(step, {rank: _wrap_exception(error)})
 
 
 def _step_of(place: str) -> int:

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.utils import _api_bc_check
 from milepost.dcp.futures import MetadataFuture
 from milepost.dcp.saver import SaverLost
 from milepost.dcp.savers import SAVERS
+from milepost.dcp.steps import why_not_among
 from milepost.dcp.writer import (
     target_of,
-    why_not_among,
     why_not_ours,
     why_not_staged,
 )

@@ -1,4 +1,4 @@
-"""The steps of a load, which all ranks of a group take together or not at all.
+"""The steps of a load or a save, which all ranks of a group take together or not at all.
 
 Does what torch's `_DistWrapper` does, with its errors, over the group's store: torch's collectives
 of objects need numpy, and cost a round of tensors each. What goes from rank to rank is pickled as
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from milepost.link.rendezvous import gather, tell_all
@@ -54,6 +55,7 @@ class Steps:
         group: this rank's place among the others; its store has not been used before.
         timeout_s: how long a rank is waited for, at each step.
         has_ended: tells whether a rank will not come any more; None: nobody knows.
+        act: what they are steps of, by its name in `rendezvous.ACTS`.
 
     A step raises on every rank what has failed on any of them, as CheckpointException with failures
     by rank; and Unavailable("rank-missing") where a rank does not come.
@@ -64,10 +66,12 @@ class Steps:
         group: Group,
         timeout_s: float,
         has_ended: Callable[[int], bool] | None = None,
+        act: str = "load",
     ) -> None:
         self._group = group
         self._timeout_s = timeout_s
         self._has_ended = has_ended
+        self._act = act
         self._answered = ""
         """Rank 0: the key of its last answer, which all have read once they come again."""
 
@@ -90,7 +94,7 @@ class Steps:
         act: Callable[[], _Result],
         reduce: Callable[[list[_Result]], Sequence[_Result]] | None,
     ) -> _Result:
-        topic = f"load/{step}"
+        topic = f"{self._act}/{step}"
         try:
             found = act()
         except (Exception, CheckpointException) as error:
@@ -185,6 +189,22 @@ class Steps:
         with suppress(RuntimeError):
             if key:
                 cast("Store", self._group.store).delete_key(key)
+
+
+def why_not_among(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> str:
+    """Return why a process group is left to stock torch; "": its ranks can meet."""
+    if no_dist or not dist.is_available() or not dist.is_initialized():
+        return ""
+    group = dist.group.WORLD if process_group is None else process_group
+    if group is None or dist.get_rank(group) < 0:
+        return "this process is not in the group"
+    if dist.get_backend(group) == "fake":
+        return "the process group is a fake one"
+    try:
+        group.get_group_store()
+    except (AttributeError, RuntimeError):
+        return "the process group has no store"
+    return ""
 
 
 def _found_by_all(words: Sequence[_Word]) -> list[Any]:

@@ -11,7 +11,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager
@@ -110,19 +109,3 @@ def why_not_staged(async_stager: AsyncStager | None) -> str:
     if async_stager is None or type(async_stager) in _COPYING:
         return ""
     return f"the stager is a {type(async_stager).__name__}"
-
-
-def why_not_among(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> str:
-    """Return why a process group has to save by stock torch; "": its ranks can meet."""
-    if no_dist or not dist.is_available() or not dist.is_initialized():
-        return ""
-    group = dist.group.WORLD if process_group is None else process_group
-    if group is None or dist.get_rank(group) < 0:
-        return "this process is not in the group"
-    if dist.get_backend(group) == "fake":
-        return "the process group is a fake one"
-    try:
-        group.get_group_store()
-    except (AttributeError, RuntimeError):
-        return "the process group has no store"
-    return ""
