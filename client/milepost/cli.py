@@ -157,23 +157,23 @@ def list_(root: RootPath, as_json: AsJson = False) -> None:
     table.add_column("")
     for entry in found.checkpoints:
         table.add_row(
-            Text(entry.name),
+            _text(entry.name),
             moment(entry.modified_at_ms) if entry.modified_at_ms else "",
             str(entry.step) if entry.step >= 0 else "",
             decimal(entry.bytes),
             str(entry.files),
-            f"milepost, save {entry.save_id}" if entry.save_id else "another program",
+            _text(f"milepost, save {entry.save_id}") if entry.save_id else "another program",
             "latest" if entry.is_latest else "",
         )
     if found.checkpoints:
         out.print(table)
     else:
-        out.print(Text(f"no checkpoint under {found.root}"))
+        out.print(_text(f"no checkpoint under {found.root}"))
     if found.partials:
         table = new_table("not checkpoints", "name", "state")
         table.add_column("size", justify="right")
         for partial in found.partials:
-            table.add_row(Text(partial.name), partial.state, decimal(partial.bytes))
+            table.add_row(_text(partial.name), partial.state, decimal(partial.bytes))
         out.print(table)
 
 
@@ -191,14 +191,15 @@ def inspect(checkpoint: CheckpointPath, as_json: AsJson = False) -> None:
         out = _out()
         total = sum(tensor.bytes for tensor in found.tensors)
         head = Text(
-            f"{found.checkpoint}: {counted(len(found.tensors), 'tensor')} of {decimal(total)}, "
-            f"{counted(len(found.objects), 'object')}, {counted(len(found.files), 'file')}"
+            f"{_shown(found.checkpoint)}: {counted(len(found.tensors), 'tensor')} of "
+            f"{decimal(total)}, {counted(len(found.objects), 'object')}, "
+            f"{counted(len(found.files), 'file')}"
         )
         if found.save_id:
             head.append(
-                f"\nstep {found.step}, job {found.job}, save {found.save_id}, "
+                f"\nstep {found.step}, job {_shown(found.job)}, save {_shown(found.save_id)}, "
                 f"{counted(found.world, 'rank')}, "
-                f"torch {found.torch_version}, committed {moment(found.committed_at_ms)}"
+                f"torch {_shown(found.torch_version)}, committed {moment(found.committed_at_ms)}"
             )
         out.print(head)
         table = new_table("", "key", "dtype", "size")
@@ -208,12 +209,14 @@ def inspect(checkpoint: CheckpointPath, as_json: AsJson = False) -> None:
         for tensor in found.tensors:
             size = str(list(tensor.size))
             count = str(tensor.shards)
-            files = Text(" ".join(tensor.files))
+            files = _text(" ".join(tensor.files))
             table.add_row(
-                Text(tensor.key), tensor.dtype, Text(size), decimal(tensor.bytes), count, files
+                _text(tensor.key), tensor.dtype, Text(size), decimal(tensor.bytes), count, files
             )
         for entry in found.objects:
-            table.add_row(Text(entry.key), "object", "", decimal(entry.bytes), "", Text(entry.file))
+            table.add_row(
+                _text(entry.key), "object", "", decimal(entry.bytes), "", _text(entry.file)
+            )
         out.print(table)
     for problem in found.problems:
         _complain(f"{problem.key}: {problem.text} [{problem.code}]")
@@ -247,7 +250,7 @@ def verify(checkpoint: CheckpointPath, as_json: AsJson = False) -> None:
         how = "checksums of the manifest" if found.method == "manifest" else "zip checksums"
         damages = counted(len(found.damages), "damage")
         word = f"damaged ({damages})" if found.damages else "whole"
-        _out().print(Text(f"{found.checkpoint}: {word}; checked {checked} by {how}"))
+        _out().print(_text(f"{found.checkpoint}: {word}; checked {checked} by {how}"))
     if found.damages:
         raise typer.Exit(EXIT_DAMAGED)
 
@@ -310,7 +313,7 @@ def prune(
         return
     out = _out()
     for name in found.removed:
-        out.print(Text(name))
+        out.print(_text(name))
     verb = "would be removed" if dry_run else "removed"
     out.print(Text(f"{len(found.kept)} kept, {len(found.removed)} {verb}"))
     if found.foreign:
@@ -369,7 +372,7 @@ def export(
     objects = f", {counted(found.objects, 'object')}" if found.objects else ""
     _complain(f"{counted(found.tensors, 'tensor')} of {decimal(found.bytes)}{objects}")
     for file in found.files:
-        _out().print(Text(file))
+        _out().print(_text(file))
 
 
 @app.command("import", epilog="Example: milepost import model.safetensors ROOT/step_0")
@@ -409,7 +412,7 @@ def import_(
         return
     tensors, objects = counted(found.tensors, "tensor"), counted(found.objects, "object")
     _complain(f"{tensors}, {objects}, {decimal(found.bytes)}")
-    _out().print(Text(found.checkpoint))
+    _out().print(_text(found.checkpoint))
 
 
 @app.command(epilog="Example: milepost diff ROOT/step_1000 ROOT/step_2000")
@@ -468,9 +471,13 @@ def _differences(found: Comparison) -> Iterator[str]:
     yield f"{verdict}: {counted(found.same, 'key')} the same{unread}"
 
 
-def _shown(key: str) -> str:
-    """Return a key in a form that fits on a line of text."""
-    return key if key.isprintable() else repr(key)
+def _shown(text: str) -> str:
+    """Return a name from a file in a form that fits on a line and cannot control the terminal."""
+    return text if text.isprintable() else repr(text)
+
+
+def _text(name: str) -> Text:
+    return Text(_shown(name))
 
 
 def _say_unchecked(keys: Sequence[str]) -> None:
@@ -539,7 +546,9 @@ def _print_json(value: Any) -> None:
 
 
 def _complain(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    """Write to stderr. The text may contain names from files; see `_shown`."""
+    shown = (c if c == "\n" or c.isprintable() else repr(c)[1:-1] for c in text)
+    sys.stderr.write("".join(shown) + "\n")
 
 
 def main() -> None:

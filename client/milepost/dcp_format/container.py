@@ -145,6 +145,11 @@ def _payload_stand_in(payload_bytes: int) -> torch.Tensor:
     return torch.frombuffer(claimed, dtype=torch.uint8)
 
 
+def is_possible(size: tuple[int, ...]) -> bool:
+    """Tell whether a tensor can have this size: torch counts elements, and steps, in 63 bits."""
+    return prod(max(1, length) for length in size) < 1 << 63
+
+
 @lru_cache(maxsize=TEMPLATES_MAX)
 def template(shape: tuple[int, ...], dtype: torch.dtype) -> ContainerTemplate:
     """Return the container of a contiguous CPU tensor of this kind, as stock DCP writes it.

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from milepost.dcp_format.container import is_possible
 from milepost.format.tiling import GAP, IndexProblem, check_tiling
 
 
@@ -58,6 +59,7 @@ def _is_tensor(entry: Any) -> bool:
         return (
             isinstance(entry.properties.dtype, torch.dtype)
             and _is_box(size)
+            and is_possible(size)
             and isinstance(chunks, list | tuple)
             and all(
                 _is_box(chunk.offsets)

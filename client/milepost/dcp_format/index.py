@@ -41,6 +41,7 @@ from milepost.dcp_format.coverage import form_problem
 from milepost.errors import CorruptCheckpoint, LoadFailed, SaveFailed, UsageError
 from milepost.format.layout import place
 from milepost.format.manifest import METADATA_NAME
+from milepost.format.opening import opened
 from milepost.wire.offers import Box, GlobalMetadata, Kind, pack_plain, unpack_plain
 
 if TYPE_CHECKING:
@@ -545,7 +546,7 @@ def read_metadata(path: Path, *, allow_pickle: bool = False, data: bytes | None 
     file_bytes = 0
     try:
         with (
-            file.open("rb") if data is None else io.BytesIO(data) as stream,
+            opened(file) if data is None else io.BytesIO(data) as stream,
             collector_paused(),
         ):
             file_bytes = stream.seek(0, os.SEEK_END)

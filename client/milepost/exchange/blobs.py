@@ -26,6 +26,7 @@ from milepost.dcp_format.archive import (
 from milepost.dcp_format.container import ContainerTemplate, template
 from milepost.errors import CorruptCheckpoint, LoadFailed, UsageError
 from milepost.exchange.opening import open_object
+from milepost.format.opening import open_regular
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,7 +90,7 @@ class DataFiles:
         if len(self._open) >= FILES_MAX:
             _let_go(self._open.popitem(last=False)[1])
         try:
-            file = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+            file = open_regular(self.folder / name)
         except FileNotFoundError as error:
             raise damage(self.folder, name, "", "the file is missing") from error
         except OSError as error:

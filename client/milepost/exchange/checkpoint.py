@@ -24,6 +24,7 @@ from milepost.exchange.blobs import BlobPlace, DataFiles, Payload, check_whole, 
 from milepost.exchange.opening import open_object
 from milepost.exchange.source import BLOCK_BYTES, Source, TensorForm, is_plain
 from milepost.format.manifest import METADATA_NAME, Manifest, read_manifest
+from milepost.format.opening import read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -98,7 +99,7 @@ class CheckpointSource(Source):
         """Return the manifest's checksums by key, file, offset and length."""
         try:
             manifest = read_manifest(self.checkpoint)
-            index = (self.checkpoint / METADATA_NAME).read_bytes()
+            index = read_regular(self.checkpoint / METADATA_NAME)
         except OSError as error:
             raise LoadFailed(
                 "io-error", f"{self.checkpoint} cannot be read: {str(error.strerror).lower()}"

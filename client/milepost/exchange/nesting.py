@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
     from milepost.reading.nesting import SavedNesting
 
-LIST_MAX: Final = 1 << 24
-"""Longest list in a nested state. Its length comes from an index, which must not be trusted."""
+GAPS_MAX: Final = 1 << 16
+"""Places of lists that no key names (empty containers leave such), beside two for each key. The
+length of a list comes from an index, which must not be trusted."""
+
+DEPTH_MAX: Final = 400
+"""Deepest nesting: what Python can pickle."""
 
 
 class Step(NamedTuple):
@@ -69,24 +73,30 @@ def nested(
     Raises CorruptCheckpoint for steps that contradict one another.
     """
     root: dict[Any, Any] = {}
+    list_max = GAPS_MAX + 2 * len(values)
     for key, value in values.items():
-        if not _put(root, steps[key], value):
+        if not _put(root, steps[key], value, list_max):
             raise CorruptCheckpoint(
                 "corrupt",
-                f"the path of {key!r} in the nested state contradicts those of other keys",
+                f"the path of {key!r} in the nested state contradicts those of other keys, "
+                "or is none that a state can have",
             )
     for path in empty:
-        _put(root, path, {})
+        _put(root, path, {}, list_max)
     rename_parameters(root)
     return root
 
 
-def _put(root: dict[Any, Any], steps: Steps, value: Any) -> bool:
-    """Set the value there. Return False if something else is there or in the way."""
+def _put(root: dict[Any, Any], steps: Steps, value: Any, list_max: int) -> bool:
+    """Set the value there. Return False if something else is there or in the way, or if the place
+    is too deep or too far down a list.
+    """
     at: Any = root
+    if len(steps) > DEPTH_MAX:
+        return False
     for depth, step in enumerate(steps):
         if step.is_index:
-            if not isinstance(at, list) or not 0 <= step.key < LIST_MAX:
+            if not isinstance(at, list) or not 0 <= step.key < list_max:
                 return False
             at.extend([None] * (step.key + 1 - len(at)))
             there = at[step.key]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from milepost.dcp_format.container import is_possible
 from milepost.errors import CorruptCheckpoint, UsageError
 from milepost.exchange.source import TensorForm
 
@@ -150,7 +151,7 @@ def _stored(path: Path, key: str, entry: Any, base: int) -> Stored:
     """Read one entry of a header."""
     try:
         name, size, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        is_sound = all(type(n) is int and n >= 0 for n in (*size, begin, end))
+        is_sound = all(type(n) is int and n >= 0 for n in (*size, begin, end)) and is_possible(size)
     except (TypeError, KeyError, ValueError) as error:
         raise _malformed(path, f"its entry for {key!r} is malformed") from error
     if not is_sound:

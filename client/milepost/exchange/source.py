@@ -69,9 +69,14 @@ class Source(ABC):
         self.unchecked: list[str] = []
 
     def require_readable(self, keys: Sequence[str]) -> None:
-        """Raise UsageError (`unsupported-tensor`) if any of the keys has no plain bytes; names
-        these keys.
+        """Raise UsageError if any of the keys has no plain bytes (`unsupported-tensor`) or is no
+        text that a file can hold (`usage`); names these keys.
         """
+        for key in keys:
+            if not _is_text(key):
+                raise UsageError(
+                    "usage", f"the key {key!r} is no text: UTF-8 has no such characters"
+                )
         faults = [f"{key!r}: {self.unreadable[key]}" for key in keys if key in self.unreadable]
         if faults:
             raise UsageError(
@@ -95,6 +100,14 @@ class Source(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close all files."""
+
+
+def _is_text(key: str) -> bool:
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_plain(dtype: torch.dtype) -> bool:

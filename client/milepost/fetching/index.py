@@ -37,6 +37,7 @@ from milepost.format.manifest import (
     read_manifest,
     read_summary,
 )
+from milepost.format.opening import read_regular
 from milepost.wire.offers import Box
 
 
@@ -192,7 +193,7 @@ def _read_summary(checkpoint: Path) -> tuple[Summary | None, str]:
 def _compare(checkpoint: Path, written: int) -> str:
     """Return what is wrong with `.metadata`, by the checksum that the manifest has of it."""
     try:
-        found = isal_zlib.crc32((checkpoint / METADATA_NAME).read_bytes())
+        found = isal_zlib.crc32(read_regular(checkpoint / METADATA_NAME))
     except OSError as error:
         # Whoever reads it as an index says more.
         return f"{METADATA_NAME}: {error}"

@@ -8,7 +8,9 @@ from typing import Final
 import msgpack
 import msgspec
 
+from milepost.errors import CorruptCheckpoint
 from milepost.format.manifest import MANIFEST_NAME, decode_manifest
+from milepost.format.opening import IrregularFile, opened
 
 
 class Heading(msgspec.Struct, frozen=True):
@@ -31,7 +33,7 @@ def read_heading(checkpoint: Path) -> Heading:
     OSError.
     """
     try:
-        with (checkpoint / MANIFEST_NAME).open("rb") as file:
+        with opened(checkpoint / MANIFEST_NAME) as file:
             data = file.read(_HEAD_BYTES)
             found: dict[str, object] = {}
             unpacker = msgpack.Unpacker()
@@ -47,6 +49,9 @@ def read_heading(checkpoint: Path) -> Heading:
             manifest = decode_manifest(data + file.read())
     except FileNotFoundError:
         return Heading()
+    except (IsADirectoryError, IrregularFile) as error:
+        text = f"{checkpoint / MANIFEST_NAME}: {error.strerror}"
+        raise CorruptCheckpoint("corrupt", text) from error
     return Heading(manifest.save_id, manifest.step, manifest.job)
 
 

@@ -19,6 +19,7 @@ import msgspec
 from isal import isal_zlib
 
 from milepost.errors import CorruptCheckpoint
+from milepost.format.opening import read_regular
 
 MANIFEST_NAME: Final = ".milepost"
 METADATA_NAME: Final = ".metadata"
@@ -189,6 +190,6 @@ def read_summary(checkpoint: Path) -> Summary | None:
 
 def _read(checkpoint: Path) -> bytes | None:
     try:
-        return (checkpoint / MANIFEST_NAME).read_bytes()
+        return read_regular(checkpoint / MANIFEST_NAME)
     except FileNotFoundError:
         return None

@@ -15,6 +15,7 @@ import msgpack
 import msgspec
 
 from milepost.format.manifest import MANIFEST_NAME
+from milepost.format.opening import opened
 
 StatePath: TypeAlias = tuple[str | int, ...]
 """Where a value is in the nested state, in torch's form: an int is an index into a list."""
@@ -73,7 +74,7 @@ def read_nesting(checkpoint: Path) -> Nesting:
     many MB. Empty if there is no manifest, or an unreadable one, which other code reports.
     """
     try:
-        with (checkpoint / MANIFEST_NAME).open("rb") as file:
+        with opened(checkpoint / MANIFEST_NAME) as file:
             return unpack_nesting(next(_values(file, "nesting"), b""))
     except (OSError, ValueError, TypeError, msgpack.UnpackException, msgspec.ValidationError):
         return Nesting()

@@ -23,6 +23,7 @@ from isal import isal_zlib
 
 from milepost.errors import CorruptCheckpoint, LoadFailed
 from milepost.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, read_manifest
+from milepost.format.opening import open_regular, read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -194,7 +195,7 @@ def _index_damage(checkpoint: Path, manifest: Manifest) -> str:
     if manifest.index_crc < 0:
         return ""
     try:
-        found = isal_zlib.crc32((checkpoint / METADATA_NAME).read_bytes())
+        found = isal_zlib.crc32(read_regular(checkpoint / METADATA_NAME))
     except OSError:
         return ""  # Whoever tried to read it as an index has said so.
     if found == manifest.index_crc:
@@ -288,7 +289,7 @@ def _check_file(
 
     checked = 0
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = open_regular(path)
     except OSError as error:
         reason = "missing" if isinstance(error, FileNotFoundError) else str(error.strerror).lower()
         keys = sorted({blob.key for blob in blobs})

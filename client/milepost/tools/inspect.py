@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from milepost.format.manifest import Manifest, read_manifest
+from milepost.errors import LoadFailed
+from milepost.format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from milepost.format.tiling import IndexProblem
 
 if TYPE_CHECKING:
@@ -80,7 +81,11 @@ def inspect(checkpoint: Path) -> Inspection:
     from milepost.dcp_format.index import read_metadata
 
     metadata = read_metadata(checkpoint)
-    manifest = read_manifest(checkpoint) or Manifest()
+    try:
+        manifest = read_manifest(checkpoint) or Manifest()
+    except OSError as error:
+        text = f"{checkpoint / MANIFEST_NAME} cannot be read: {str(error.strerror).lower()}"
+        raise LoadFailed("io-error", text) from error
     files_of: dict[str, dict[str, None]] = {}
     bytes_of: Counter[str] = Counter()
     blobs_of: Counter[str] = Counter()
@@ -125,5 +130,5 @@ def inspect(checkpoint: Path) -> Inspection:
 def _length(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:
+    except OSError:
         return -1

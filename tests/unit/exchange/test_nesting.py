@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from milepost.errors import CorruptCheckpoint
-from milepost.exchange.nesting import LIST_MAX, Step, Steps, nested, steps_of, without_prefix
+from milepost.exchange.nesting import (
+    DEPTH_MAX,
+    GAPS_MAX,
+    Step,
+    Steps,
+    nested,
+    steps_of,
+    without_prefix,
+)
 from milepost.reading.nesting import SavedNesting
 
 if TYPE_CHECKING:
@@ -62,7 +70,8 @@ def test_parameters_of_an_optimizer_get_their_numbers_back() -> None:
         {"a.b": ("a", "b"), "a.0": ("a", 0)},
         {"a": ("x",), "b": ("x",)},
         {"a": ("a", -1)},
-        {"a": ("a", LIST_MAX)},
+        {"a": ("a", GAPS_MAX + 2)},
+        {"a": ("a",) * (DEPTH_MAX + 1)},
         {"a": ()},
     ],
 )
