@@ -492,7 +492,8 @@ def _progress(
     what: str,
 ) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
     """Show a bar on a terminal. Yields two functions: one adds to the bytes to do, the other to the
-    bytes done. SIGTERM ends the block like an interrupt, so that no file is left behind.
+    bytes done. SIGTERM, and a terminal that is closed, end the block like an interrupt, so that no
+    file is left behind; what ignores the latter, as under nohup, goes on.
     """
     from rich.progress import (
         BarColumn,
@@ -504,7 +505,9 @@ def _progress(
 
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    before = signal.signal(signal.SIGTERM, _end)
+    ending = (signal.SIGTERM, signal.SIGHUP)
+    heard = [number for number in ending if signal.getsignal(number) is not signal.SIG_IGN]
+    before = [signal.signal(number, _end) for number in heard]
     try:
         with Progress(
             *columns, console=console, transient=True, disable=not console.is_terminal
@@ -519,7 +522,8 @@ def _progress(
 
             yield on_more, lambda count: progress.advance(task, count)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(heard, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _end(number: int, _: object) -> None:

@@ -341,6 +341,43 @@ def test_memory_does_not_grow_with_a_tensor(tmp_path: Path, arguments: tuple[str
     assert large < small + (64 << 20)
 
 
+# --- a kill
+
+KILLED = """
+import os, signal, sys
+from milepost import cli
+from milepost.exchange import drafts
+
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+drafts.Draft.POINT = killed
+sys.argv = ["milepost", *ARGUMENTS]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("point", ["write", "__exit__"])
+@pytest.mark.parametrize(
+    "arguments",
+    [("export", "c", "out", "--to", "safetensors"), ("export", "c", "out", "--to", "torch"),
+     ("import", "m.pt", "out")],
+    ids=lambda arguments: " ".join(arguments[::3]),
+)  # fmt: skip
+def test_a_killed_command_leaves_a_hidden_name_alone_and_can_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], point: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "c", {"w": whole(torch.randn(100, 100))})
+    run("export", "c", "m.pt", "--to", "torch")
+    script = KILLED.replace("POINT", point).replace("ARGUMENTS", repr(arguments))
+    assert -9 == subprocess.run([sys.executable, "-c", script], timeout=100).returncode
+    (left,) = {path.name for path in tmp_path.iterdir()} - {"c", "m.pt"}
+    assert left.startswith(".out.milepost-")
+    run(*arguments)
+    run("diff", "c", "out")
+
+
 # --- a full disk
 
 FULL = """

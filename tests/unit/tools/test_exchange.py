@@ -282,7 +282,7 @@ def test_an_export_that_fails_keeps_what_it_was_to_replace(
     assert "mine" == (tmp_path / "m.pt").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_nothing_behind(
     stock: Path, tmp_path: Path, run: Commands, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -294,6 +294,24 @@ def test_a_signal_leaves_nothing_behind(
     monkeypatch.setattr(checkpoint_module.CheckpointSource, "blocks", blocks)
     assert 128 + number == run("export", stock, tmp_path / "m.pt", "--to", "torch")
     assert [] == os.listdir(tmp_path)
+
+
+def test_a_closed_terminal_ends_nothing_that_was_told_not_to_hear_of_it(
+    stock: Path, tmp_path: Path, run: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole_blocks = checkpoint_module.CheckpointSource.blocks
+
+    def blocks(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGHUP)
+        return whole_blocks(*arguments)
+
+    monkeypatch.setattr(checkpoint_module.CheckpointSource, "blocks", blocks)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert 0 == run("export", stock, tmp_path / "m.pt", "--to", "torch")
+        assert signal.SIG_IGN == signal.getsignal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_what_is_no_checkpoint_is_a_usage_error(tmp_path: Path, run: Commands) -> None:
