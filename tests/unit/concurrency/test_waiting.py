@@ -60,7 +60,7 @@ def test_a_signal_handler_that_raises_leaves_no_condition_taken() -> None:
         raise Interrupted
 
     def try_it() -> None:
-        free.append(condition.acquire(timeout=5))
+        free.append(condition.acquire(timeout=60))
         if free[-1]:
             condition.release()
 

@@ -141,9 +141,9 @@ def test_spans_hold_the_box_and_no_long_gaps(data: st.DataObject, chunk: Box, ga
 def test_a_rank_finds_its_own_among_thousands_of_chunks_at_once() -> None:
     count = 8192
     boxes = [((rank * 3, 0), (3, 8)) for rank in range(count)]
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     chunks = Chunks.of(boxes)
     for rank in range(count):
         assert [Intersection(rank, (0, 0), (0, 0), (3, 8))] == chunks.overlaps(*boxes[rank])
-    # To compare each with each takes many seconds.
-    assert time.perf_counter() - began_s < 2
+    # To compare each with each takes many seconds of the processor.
+    assert time.process_time() - began_s < 2
