@@ -14,8 +14,8 @@ from tests.integration.conftest import folder as folder
 from tests.integration.conftest import module_folder as module_folder
 
 TEST_S = 300
-"""What one test may take, on a busy machine and with the fixtures it is the first to ask for: only
-one that hangs meets it."""
+"""How long one test may take on a busy machine, including fixtures that it is the first to use.
+Only a test that hangs takes this long."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,10 +1,9 @@
 """A fleet for fault tests: daemons with a supervisor, and ranks that wait for orders.
 
-Stands on `tests.integration.cluster`. The daemons of a fleet obey lists of faults; one that was
-killed is started again by the fleet with the faults that are left, one that was stopped is
-continued after a while; what is held at a point is released by the test. The ranks keep one
-Checkpointer over all orders. What a fleet knows of a fault is what the daemon's log says of it:
-`fault.fired`.
+Builds on `tests.integration.cluster`. The daemons of a fleet obey lists of faults. The fleet starts
+a killed daemon again with the faults that are left, and continues a stopped one after a while. The
+test releases a save that is held at a point. The ranks keep one Checkpointer over all orders. A
+fleet learns of a fault from the daemon's log: `fault.fired`.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ ORDER_S: Final = 120.0
 """How long one order may take; far more than any fault here costs."""
 
 DEADLINE_S: Final = 60.0
-"""Deadline of a save, unless a test says otherwise: only a test that fails meets it."""
+"""Deadline of a save, unless a test says otherwise. Only a failing test reaches it."""
 
 SHORT_S: Final = 5.0
-"""Deadline where one is to expire. Ranks whose saves are to commit as well get it by `Crew.hurry`,
-after which a save is over in a hundredth of it, and in a fraction on a busy machine."""
+"""Deadline that is meant to expire. If the ranks also make saves that must commit, `Crew.hurry`
+sets it: after that, a save takes a hundredth of it, and still a fraction on a busy machine."""
 
 SLACK_S: Final = 10.0
 """What a busy machine may take beyond a deadline and what is stated to come after it. Below 15 s
@@ -42,7 +41,7 @@ SLACK_S: Final = 10.0
 """
 
 RESOLVE_S: Final = 4.0
-"""That limit where a test waits for it."""
+"""The value of that limit for tests that wait for it."""
 
 RESOLVING_SOON: Final = (
     sys.executable, "-c",
@@ -58,17 +57,17 @@ RESTART_S: Final = 0.05
 """How long a killed daemon stays away."""
 
 STOPPED_S: Final = 0.5
-"""How long a daemon that was stopped stays so before it is continued."""
+"""How long a daemon stays stopped before it is continued."""
 
 BRANCH: Final = 1_000_000
-"""What a branch adds to the numbers, so that a step differs from the same step of another one."""
+"""What a branch adds to the numbers, so that its steps differ from those of another branch."""
 
 VALUES: Final = 4096
 """Numbers that each rank holds of the sharded tensor."""
 
 
 class Fired(NamedTuple):
-    """A fault that a daemon's log says has fired."""
+    """A fault that has fired, according to a daemon's log."""
 
     point: str
     action: str
@@ -76,11 +75,11 @@ class Fired(NamedTuple):
 
 
 until = partial(cluster.until, timeout_s=60.0)
-"""Returns once it is so; fails with what it waits for if it is not in time."""
+"""Returns once the condition holds; fails with what it waits for if that is not in time."""
 
 
 def log_lines(node: Node) -> list[dict[str, Any]]:
-    """Return what a daemon has logged, over all its lives."""
+    """Return the log lines of a daemon, over all its lives."""
     lines = []
     for line in node.log.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
@@ -110,7 +109,7 @@ class Member:
     Args:
         run_dir: its run directory.
         root: what it may write.
-        faults: what it is to do, each with a step. `point:hold@step` holds a save until `release`.
+        faults: the faults, each with a step. `point:hold@step` holds a save until `release`.
         prefix: as for `start_node`.
         environment: additional variables.
     """
@@ -132,7 +131,7 @@ class Member:
         self._environment = environment
         self._is_ending = threading.Event()
         self.holds_stopped = False
-        """Leave a stopped daemon stopped, until it is set back."""
+        """While True, a stopped daemon stays stopped."""
         self.node = self._start()
         self._supervisor = threading.Thread(target=self._supervise, daemon=True)
         self._supervisor.start()
@@ -156,7 +155,7 @@ class Member:
         while not self._is_ending.wait(0.02):
             process = self.node.process
             if process.poll() is not None:
-                # In the next life a step's fault would fire again, since nothing of it is kept.
+                # In the next life a fault of the same step would fire again, since nothing is kept.
                 gone = {f"{each.point}:{each.action}@{each.step}" for each in fired(self.node)}
                 self._faults = [each for each in self._faults if _plain(each) not in gone]
                 if self._is_ending.wait(RESTART_S):
@@ -179,7 +178,7 @@ class Member:
         until(lambda: Fired(point, "hold", step) in fired(self.node), f"{point} holds step {step}")
 
     def release(self, point: str, step: int) -> None:
-        """Let a save go on that is held at a point, or will be."""
+        """Release a save that is held at a point, or will be."""
         self._file(point, step).touch()
 
     def kill(self) -> None:
@@ -195,7 +194,7 @@ class Member:
         return self.node.stop()
 
     def destroy(self) -> None:
-        """End whatever is left of it."""
+        """End all processes that are left of it."""
         self._is_ending.set()
         self._supervisor.join(10)
         if self.node.process.poll() is None:
@@ -210,7 +209,7 @@ def _plain(fault: str) -> str:
 
 
 _crews: list[Crew] = []
-"""Those whose ranks have not ended."""
+"""Crews whose ranks have not ended."""
 
 
 @contextlib.contextmanager
@@ -254,8 +253,8 @@ class Crew:
         self._runner = threading.Thread(target=run, daemon=True)
         self._runner.start()
         _crews.append(self)
-        # Each rank says its pid once it has its Checkpointer; then the ends that were passed on
-        # are theirs alone.
+        # Each rank sends its pid once it has its Checkpointer. From then on, only the ranks use the
+        # pipe ends that were passed to them.
         self.pids = [self.hear(rank) for rank in range(len(pairs))]
         for end in theirs:
             end.close()
@@ -265,7 +264,7 @@ class Crew:
         self._channels[rank].send((order, arguments))
 
     def hear(self, rank: int, timeout_s: float = ORDER_S) -> Any:
-        """Return a rank's answer to its oldest order that was not answered yet."""
+        """Return a rank's answer to its oldest open order."""
         channel = self._channels[rank]
         until_s = time.monotonic() + timeout_s
         while not channel.poll(0.5):
@@ -287,8 +286,8 @@ class Crew:
         return [self.hear(rank, timeout_s) for rank in range(len(self._channels))]
 
     def hurry(self) -> None:
-        """Have the ranks open their Checkpointers anew, as another attempt whose saves have
-        `SHORT_S`. What a first save pays has been paid.
+        """Let the ranks open new Checkpointers, as another attempt whose saves have the deadline
+        `SHORT_S`. The extra cost of a first save is paid before.
         """
         self.all("reopen", deadline_s=SHORT_S)
 
@@ -298,11 +297,11 @@ class Crew:
         return [ended - min(called for called, _ in spans) for _, ended in spans]
 
     def has_answered(self, rank: int) -> bool:
-        """Whether an answer of this rank is there to be heard."""
+        """Whether an answer of this rank has arrived."""
         return self._channels[rank].poll()
 
     def dismiss(self) -> None:
-        """Let the ranks close their Checkpointers and end; those that are dead are no matter."""
+        """Let the ranks close their Checkpointers and end. Dead ranks are ignored."""
         for channel in self._channels:
             with contextlib.suppress(OSError):
                 channel.send(("end", {}))
@@ -313,7 +312,7 @@ class Crew:
             raise self._failure
 
     def abandon(self) -> None:
-        """Let go of the ranks, which end at once if they still wait for orders."""
+        """Abandon the ranks. They end at once if they still wait for orders."""
         if self in _crews:
             _crews.remove(self)
         for channel in self._channels:
@@ -321,7 +320,7 @@ class Crew:
 
 
 def obey(rank: Rank) -> None:
-    """Carry out orders until told to end: the function that the ranks of a crew run."""
+    """Carry out orders until told to end. The ranks of a crew run this function."""
     import traceback
 
     channels: list[Connection] = rank.arguments["channels"]
@@ -347,7 +346,7 @@ def obey(rank: Rank) -> None:
 
 
 def warm_up(root: Path, nodes_of_ranks: Sequence[Node | None], environment: dict[str, str]) -> None:
-    """Commit step 1 with ranks of their own: what comes after finds the planner running."""
+    """Commit step 1 with separate ranks, so that later saves find the planner running."""
     crew = Crew(root, nodes_of_ranks, environment=environment)
     assert ["committed"] * len(nodes_of_ranks) == [
         told["phase"] for told in crew.all("save", step=1)
@@ -372,11 +371,11 @@ class Fatal:
 
 
 class Trainer:
-    """A rank's side: one Checkpointer, and saves of a state that the step alone decides.
+    """A rank's side: one Checkpointer, and saves of a state that depends only on the step.
 
     Args:
         rank: this rank.
-        limits: values for module-level limits, by "module:name", so that a test need not wait.
+        limits: values for module-level limits, by "module:name", so that a test waits less.
         options: for the Checkpointer.
     """
 
@@ -393,15 +392,15 @@ class Trainer:
         self.ck = Checkpointer(rank.root, **options)
         self.saves: dict[int, Any] = {}
         self.spans: dict[int, list[float]] = {}
-        """When each save was called and when it had ended, by step, on a clock that all share."""
+        """When each save was called and when it ended, by step, on a clock that all ranks share."""
         self.own = Fatal()
         self.branch = 0
 
     def state(
         self, step: int, width: int = 0, values: int = VALUES, many: int = 0
     ) -> dict[str, Any]:
-        """Return what this rank saves at a step; another width is another structure. `many`: that
-        many small tensors more.
+        """Return what this rank saves at a step. Another width is another structure. `many`: how
+        many small tensors to add.
         """
         import torch
         from torch.distributed.device_mesh import init_device_mesh
@@ -430,7 +429,7 @@ class Trainer:
         self.ck.prepare(self.state(step, **shape))
 
     def save(self, step: int, timeout_s: float = 100.0, **shape: int) -> dict[str, Any]:
-        """Save and wait for the end; return how it was."""
+        """Save and wait for the end; return how it ended."""
         self.begin(step, **shape)
         return self.finish(step, timeout_s)
 
@@ -445,7 +444,7 @@ class Trainer:
         return stalled_s
 
     def finish(self, step: int, timeout_s: float = 100.0) -> dict[str, Any]:
-        """Wait for a save's end; return how it was. One that has not ended can be asked again."""
+        """Wait for a save's end; return how it ended. If it has not ended, call this again."""
         from milepost import SaveFailed
 
         save = self.saves[step]
@@ -468,7 +467,7 @@ class Trainer:
         return self.spans[step]
 
     def take_branch(self, branch: int) -> None:
-        """Save other values from now on."""
+        """From now on, save other values."""
         self.branch = branch
 
     def wait_staged(self, step: int) -> None:
@@ -501,7 +500,7 @@ class Trainer:
         return float(total)
 
     def load(self, step: int | None = None, **shape: int) -> int:
-        """Load into a state of zeros; return the step that came, after a look at every value."""
+        """Load into a state of zeros; check every value, and return the loaded step."""
         import torch
 
         state = self.state(0, **shape)
@@ -551,7 +550,7 @@ def resources(pid: int) -> dict[str, int]:
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
     )
     return {
-        # Arenas are shared memory, and counted where they lie.
+        # Arenas are shared memory, and are counted there.
         "rss": int(status["RssAnon"].split()[0]) * 1024,
         "descriptors": len(targets),
         "threads": len(os.listdir(f"/proc/{pid}/task")),

@@ -1,5 +1,5 @@
-"""What is looked at after a fault: what lies in the root, and whether stock torch finds in each
-checkpoint the state of its step.
+"""Checks after a fault: the content of the root, and whether stock torch finds the state of its
+step in each checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_root(root: Path, known: set[str] | None = None) -> list[str]:
 
 
 def partials(root: Path) -> list[str]:
-    """Return what is not a checkpoint."""
+    """Return the directories that are not checkpoints."""
     return sorted(os.listdir(root / ".partial"))
 
 
@@ -92,11 +92,11 @@ def judge(
 
 @contextlib.contextmanager
 def judging(root: Path) -> Iterator[Path]:
-    """Give a root to the cases of a module; at the end judge every checkpoint that they have left.
+    """Give a root to the cases of a module; at the end, judge every checkpoint that they left.
 
-    For a fixture of the module. What it raises at its end is an error of the run, whichever cases
-    ran, in which order, and whether they passed: a case could not judge what the others have left,
-    since alone it finds nothing there. The verdict names the step, and the step tells the case.
+    For a fixture of the module. An error at its end fails the run, whichever cases ran, in whatever
+    order, and whether or not they passed. A single case could not judge this: run alone, it would
+    find nothing from the others. The verdict names the step, and the step tells the case.
     """
     yield root
     until(lambda: not partials(root), f"nothing is left over, but there is {partials(root)}")

@@ -2,9 +2,9 @@
 
     python -m tests.faults.soak [--saves 300] [--seed N] [--bytes N] [--optimize]
 
-Prints its options first, so that a run can be had again (faults and delays come from the seed,
-timing does not), then a table. Exits with 1 if a save hung or ended in two ways, if a checkpoint is
-not whole, or if memory, descriptors, threads, sockets or files are left over.
+First prints its options, so that you can repeat the run (the seed decides faults and delays, but
+not the timing). Then prints a table. Exits with 1 if a save hung or ended in two ways, if a
+checkpoint is not whole, or if memory, descriptors, threads, sockets or files leak.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from tests.faults.judging import check_root, judge, partials
 DELAY_S_MAX: Final = 0.05
 
 FAULT_SHARE: Final = 0.2
-"""Share of saves that one node is to spoil."""
+"""Share of saves that one node spoils."""
 
 KILL_SHARE: Final = 0.06
-"""Share of saves during which a daemon is killed at no point in particular."""
+"""Share of saves during which a daemon is killed at a random moment."""
 
 RESHAPE_SHARE: Final = 0.05
 """Share of saves whose state has the other of two structures."""
 
 RSS_BYTES: Final = 16 << 20
-"""What a process may grow by beside a tenth: allocators keep what they once had."""
+"""How much a process may grow, in addition to a tenth: allocators keep freed memory."""
 
 KEPT: Final = 5
 
 
 class Options(NamedTuple):
-    """What a run is made of."""
+    """The options of a run."""
 
     saves: int
     seed: int
     bytes: int
-    """Of one save, both ranks together."""
+    """Size of one save, both ranks together."""
     optimize: bool
     """Run the daemons as `python -O`, where asserts do nothing."""
 
 
 class Plan(NamedTuple):
-    """What is to happen, all of it drawn before the first save."""
+    """What will happen; everything is drawn before the first save."""
 
     faults: list[list[str]]
     """By node."""
@@ -62,7 +62,7 @@ class Plan(NamedTuple):
     widths: dict[int, int]
     """Steps with the other structure."""
     calm_from: int
-    """Beyond this step nobody is killed, so that processes can be compared with themselves."""
+    """After this step no process is killed, so that the growth of each can be measured."""
 
 
 def draw(options: Options) -> Plan:
@@ -93,7 +93,7 @@ def draw(options: Options) -> Plan:
 
 
 def soak(options: Options, folder: Path, shm: Path) -> dict[str, Any]:
-    """Run it; return what happened. Raises AssertionError for what must not."""
+    """Run it; return what happened. Raises AssertionError if anything happened that must not."""
     from milepost import KeepLast
 
     plan = draw(options)

@@ -1,8 +1,8 @@
-"""What the kernel says to a process, changed from outside: errors, delays and a killing signal at
-single system calls, put in by strace while it is attached.
+"""Changes the results of single system calls of a process from outside: strace, attached to it,
+puts in errors, delays and a killing signal.
 
-So a fault strikes where no fault point stands: one call, of one path, of a daemon or of its
-planner's process, for as long as a test wants it.
+So a fault can strike where there is no fault point: at one call, for one path, in a daemon or its
+planner's process, for as long as a test wants.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ATTACH_S: Final = 30.0
 
 
 class Injection:
-    """An strace that is attached, and what it has written so far."""
+    """An attached strace, and its output so far."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -49,17 +49,17 @@ def injecting(
     paths: Sequence[Path] = (),
     also_traced: str = "",
 ) -> Iterator[Injection]:
-    """Change what system calls of running processes, all threads of them, do.
+    """Change the results of system calls of running processes, in all their threads.
 
     Args:
-        pids: of processes that run.
+        pids: ids of running processes.
         calls: names, as strace takes them: `fsync`, `/^rename`.
         what: `error=EIO`, `delay_enter=5s`, `signal=KILL:when=2`; `when` counts by thread.
         log: where the trace goes.
         paths: only calls with one of these paths, as an argument or behind a descriptor.
         also_traced: more calls to see.
 
-    Skips the test where processes may not be traced.
+    Skips the test if processes may not be traced.
     """
     command = ["strace", "-f", "-y", "-s", "256", "-o", str(log),
                "-e", f"trace={calls}{',' if also_traced else ''}{also_traced}",

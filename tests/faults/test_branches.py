@@ -1,4 +1,4 @@
-"""Runs that go on otherwise than they began: fewer ranks, an older step, fewer checkpoints."""
+"""Runs that continue differently than they began: fewer ranks, an older step, fewer checkpoints."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ LOOK_S = 0.005
 
 @contextlib.contextmanager
 def repeating(look: Callable[[], None]) -> Iterator[None]:
-    """Look again and again, on another thread, for as long as the block lasts; raise what it has
-    raised.
+    """Look again and again, on another thread, until the block ends; raise the thread's
+    exception.
     """
     is_over = threading.Event()
     with ThreadPoolExecutor(1) as others:

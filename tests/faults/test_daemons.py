@@ -1,5 +1,5 @@
-"""Daemons that stop answering, come late, or are told to go twice; one that is killed stands in
-`test_points`.
+"""Daemons that stop answering, start late, or get two SIGTERMs. `test_points` tests killed
+daemons.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ LIMITS = {
     "milepost.link.session:START_S": 1.0,
     "milepost.link.session:RESTORE_S": RESTORE_S,
 }
-"""The client's own limits, shortened: what is told is that they hold, in their order."""
+"""The client's own limits, shortened. The tests show that they hold, in their order."""
 
 CLOSING_S = 30.0
-"""What `close()` may take beyond a save's deadline."""
+"""How much longer than a save's deadline `close()` may take."""
 
 
 @pytest.mark.parametrize("stopped", [0, 1])

@@ -1,6 +1,6 @@
 """A short deadline at every stage that can wait, all of them held at once.
 
-A rank that says nothing stands in `test_trainers`, a peer that cannot be reached in `test_peers`.
+`test_trainers` tests a silent rank, `test_peers` a peer that cannot be reached.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.faults.fleet import (
 from tests.faults.judging import check_root, judge, partials
 
 WAIT_S: Final = 0.5
-"""What one `wait()` asks for, of a save that is held longer."""
+"""Timeout of a `wait()` for a save that is held longer."""
 
 
 class Stage(NamedTuple):
-    """Where a save is held, and what its handles say it waited for."""
+    """Where a save is held, and what it waited for according to its handles."""
 
     point: str
     node: int
@@ -47,7 +47,7 @@ STAGES: Final = (
     # Without a layout `save()` itself waits, so this one is last.
     Stage("before-plan", 0, VERDICT_GRACE_S, "timeout", "planning: dropping replicas"),
 )  # fmt: skip
-"""The save of each has its number, from 1 on, times ten as its step."""
+"""The step of a stage's save is ten times the stage's number, from 1 on."""
 
 
 def test_a_deadline_ends_a_save_wherever_it_is_held_and_the_handles_name_what_it_waited_for(

@@ -1,4 +1,4 @@
-"""That the judge sees what is wrong: a module whose cases leave a bad checkpoint fails."""
+"""The judge notices faults: a module whose cases leave a bad checkpoint fails."""
 
 from __future__ import annotations
 

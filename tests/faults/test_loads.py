@@ -15,16 +15,16 @@ from tests.faults.judging import check_root, judge, partials
 from tests.integration.cluster import Rank, run_ranks
 
 ROUNDS: Final = 4
-"""Every second one goes back by a step and saves what it has abandoned again."""
+"""Number of rounds. Every second one goes back a step and saves the abandoned step again."""
 
 
 STEP_S: Final = 0.01
-"""What training does between its collectives."""
+"""How long training computes between its collectives."""
 
 
 @contextlib.contextmanager
 def seeing_no_checkpoints() -> Iterator[None]:
-    """As on a node whose attribute cache is old: the checkpoints' names do not show there."""
+    """Hide the checkpoints' names, as on a node with an old attribute cache."""
     from milepost.storage.catalog import CheckpointEntry
     from milepost.storage.root import Root
 
@@ -40,8 +40,8 @@ def seeing_no_checkpoints() -> Iterator[None]:
 
 
 def save_and_load_in_turns(rank: Rank) -> dict[str, Any]:
-    """Begin saves, load what they are to become, and save again at once, while a thread trains with
-    the default group; return what was seen.
+    """Begin saves, load the checkpoints that they become, and save again at once, while a thread
+    trains with the default group. Return what was seen.
     """
     import torch
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Peers that cannot be reached, that are many, or that go away in turns."""
+"""Peers that cannot be reached, many peers, and peers that go away in turns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MANY = 20
 
 
 NOWHERE = ["tcp://no-such-host.invalid:0", "tcp://127.0.0.1:9"]
-"""Cannot be resolved; answered by nobody."""
+"""An address that cannot be resolved, and one that nobody answers."""
 
 
 def test_peers_whose_addresses_lead_nowhere_are_named_with_them_and_the_save_ends_for_all(

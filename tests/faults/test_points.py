@@ -20,21 +20,21 @@ from tests.faults.fleet import Crew, Fired, Member, fired, members, until
 from tests.faults.judging import check_root, judging, partials, picture
 
 ON_EVERY_NODE: Final = ("after-staged", "mid-write", "after-write", "before-durable")
-"""Points that every node's part of a save meets; the others are the coordinator's alone."""
+"""Points that every node meets in a save. Only the coordinator meets the others."""
 
 ON_THE_RANK: Final = ("after-staged", "mid-write", "after-write")
-"""Points within one rank's write: what fails there names the rank, too."""
+"""Points within one rank's write. A failure there names the rank, too."""
 
 PUBLISHED: Final = ("after-publish", "before-committed")
-"""Points after the rename: it is a checkpoint, whatever fails."""
+"""Points after the rename. The save is a checkpoint then, whatever fails."""
 
 QUOTA_AT: Final = ("mid-write", "before-durable", "before-metadata", "before-publish")
-"""Where a quota is tried, which goes the way of a full disk."""
+"""Points at which a quota is tested. It is handled like a full disk."""
 
 CODES: Final = {
     "raise": "internal", "enospc": "no-space", "edquot": "quota", "eio": "io-error",
 }  # fmt: skip
-"""What an action that fails is called."""
+"""The error code of each failing action."""
 
 REASONS: Final = {
     "raise": "injected at fault point",
@@ -85,14 +85,14 @@ PAIR_STEP: Final = 10 * (len(CASES) + 1)
 
 
 class Yard(NamedTuple):
-    """What the cases share."""
+    """The state that the cases share."""
 
     root: Path
     shm: Path
     members: list[Member]
     crew: Crew
     verified: set[str]
-    """Checkpoints that were looked at already."""
+    """Checkpoints that were verified already."""
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Storage and memory that are too small, refuse, hang, or are not the same on all nodes.
 
-File systems of these sizes and kinds are mounted where only a scenario and its daemons and ranks
-see them: a scenario is a function that runs as a process of its own in a mount namespace.
+A scenario is a function that runs in a process with its own mount namespace. There it mounts file
+systems of special sizes and kinds, which only its daemons and ranks see.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def memory_runs_short(folder: Path) -> None:
 
 
 WAITING_S = 0.5
-"""For how long it is looked at that a call waits; on a busy machine it may not have begun."""
+"""How long to watch that a call waits. On a busy machine it may not have begun by then."""
 
 
 def memory_is_busy(folder: Path) -> None:
@@ -182,8 +182,8 @@ def test_shared_memory_that_is_too_small_for_a_grown_state_ends_that_save_only(
 
 
 GROUPED = 4_000_000
-"""Numbers of a state of 32 MB: while it is made it takes twice as much, and two slots of it three
-times as much as itself."""
+"""Numbers of a state of 32 MB. Making it takes twice as much; it and two slots of it take three
+times as much."""
 
 GROUP_BYTES = 80_000_000
 
@@ -203,12 +203,12 @@ class Group(NamedTuple):
     limit: Path
     peak: Path | None
     members: Path | None
-    """Where processes are put; None: it holds all of them."""
+    """The file that takes process ids; None: the group holds all processes."""
 
 
 @contextlib.contextmanager
 def kernels_group() -> Iterator[Group | None]:
-    """Make a control group; None where this process may not."""
+    """Make a control group; None if this process may not."""
     for top, (limit, _, peak) in LIMITS.items():
         group = GROUPS / top / f"milepost-{os.getpid()}"
         try:
@@ -226,8 +226,8 @@ def kernels_group() -> Iterator[Group | None]:
 
 
 def described_group() -> Group:
-    """Describe a group that holds every process, as a container sees its own, v1 and v2; for a
-    mount namespace of its own. The kernel enforces nothing of it.
+    """Describe a group that holds every process, as a container sees its own, v1 and v2. For a
+    mount namespace of its own. The kernel does not enforce it.
     """
     mount("size=1m", GROUPS)
     told = GROUPS / "limit"
@@ -359,7 +359,7 @@ def test_a_write_that_hangs_ends_its_save_at_the_deadline_and_holds_up_no_other(
 
 
 SLOW_VALUES = 200_000
-"""Numbers a rank holds: 1.6 MB, of which the first quarter of a second's worth comes at once."""
+"""Numbers a rank holds: 1.6 MB. The bytes of the first quarter of a second are written at once."""
 
 
 def test_storage_of_one_megabyte_a_second_delays_training_by_no_more_than_the_policy_says(

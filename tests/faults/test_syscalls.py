@@ -1,8 +1,8 @@
-"""What the file system answers at single calls: for data, fragments, the manifest, `.metadata`, the
-names, and the deletion of what was replaced.
+"""Errors of the file system at single calls: for data, fragments, the manifest, `.metadata`, names,
+and the deletion of a replaced checkpoint.
 
-One pair of daemons lives through all of it. The step of a case is its number times ten; its save's
-id is known, since ids count the calls of `save()`.
+One pair of daemons lives through all cases. The step of a case is ten times its number. The id of
+its save is known, since ids count the calls of `save()`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = needs_strace
 
 
 class Yard(NamedTuple):
-    """What the cases share."""
+    """The state that the cases share."""
 
     folder: Path
     places: dict[str, str]
@@ -45,7 +45,7 @@ class Station(NamedTuple):
     root: Path
     crew: Crew
     counts: list[int]
-    """Of one number: how often `save` was called."""
+    """One number: how often `save` was called."""
 
     def save(self, step: int) -> list[dict[str, str]]:
         self.counts[0] += 1
@@ -208,10 +208,10 @@ def test_an_index_that_cannot_be_synced_for_a_passing_reason_is_built_again(
 
 
 class Unsynced(NamedTuple):
-    """How the sync of the root that follows the publishing rename fails, and how the save ends.
+    """How the sync of the root after the publishing rename fails, and how the save ends.
 
-    A thread that publishes syncs the save's own directory first and then the root; nothing else
-    syncs both. So with both among the paths the second call is that one, and no other.
+    A thread that publishes first syncs the save's own directory and then the root. Nothing else
+    syncs both. So, with both paths given, the second call is exactly that sync of the root.
     """
 
     name: str
@@ -231,8 +231,8 @@ UNSYNCED: Final = (
 def test_a_root_that_cannot_be_synced_after_the_rename_is_asked_again_before_a_word_is_said(
     station: Station, number: int
 ) -> None:
-    """The rename has happened, so no rank may hear of a failure; nobody who cannot sync the root
-    may hear of a commit.
+    """The rename has happened, so no rank may hear of a failure. As long as the root cannot be
+    synced, no rank may hear of a commit.
     """
     case, step, root = UNSYNCED[number], 1000 + 10 * number, station.root
     directory = station.next_dir(step)

@@ -1,4 +1,4 @@
-"""Trainers that die, leave in a hurry, or are told to go, at the worst moment of a save."""
+"""Trainers that die, leave early, or get SIGTERM, at the worst moment of a save."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ else:
 
 
 class End(NamedTuple):
-    """How a script has ended."""
+    """How a script ended."""
 
     code: int
     out: str

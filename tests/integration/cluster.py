@@ -26,8 +26,8 @@ RANK_S = 90.0
 """How long a set of ranks may run."""
 
 NOT_NICE = {"MILEPOSTD_NICE": "0"}
-"""Daemons of tests give way to nobody: on a busy machine the usual ones get a tenth of a core, and
-deadlines expire."""
+"""Daemons of tests run without niceness. On a busy machine, a nice daemon gets a tenth of a core,
+and deadlines expire."""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([
@@ -41,7 +41,7 @@ _context.set_forkserver_preload([
 
 @dataclass
 class Rank:
-    """What a rank's function gets to know."""
+    """What a rank's function is given."""
 
     rank: int
     world: int
@@ -131,7 +131,7 @@ def start_node(
 
 
 def until(is_so: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
-    """Return once it is so; fail with `what` if it is not in time."""
+    """Return once the condition holds; fail with `what` if that is not in time."""
     until_s = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < until_s, f"not so within {timeout_s:g} s: {what}"
@@ -165,12 +165,12 @@ def run_ranks(
         function: module-level, of a module that can be imported.
         root: checkpoints.
         nodes_of_ranks: the node of each rank; None: no daemon is given.
-        timeout_s: for all of them together.
-        expect_death: ranks that are to die without an answer; theirs is None.
+        timeout_s: for all ranks together.
+        expect_death: ranks that must die without an answer; their results are None.
         environment: additional variables.
         arguments: what the function finds in `rank.arguments`.
 
-    Returns what each rank returned. Raises RankFailed with the first traceback.
+    Returns the result of each rank. Raises RankFailed with the first traceback.
     """
     world = len(nodes_of_ranks)
     rendezvous = root.parent / f"rendezvous-{time.monotonic_ns()}"

@@ -1,4 +1,4 @@
-"""What the integration tests share: folders whose paths leave room for a socket's name."""
+"""Fixtures of the integration tests: folders whose paths leave room for a socket's name."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(module_folder: Path) -> Iterator[list[Node]]:
-    """Two daemons for the tests of a module that ask nothing of a daemon but that it saves."""
+    """Two daemons for those tests of a module that need daemons only for saving."""
     with nodes(module_folder, 2, module_folder) as started:
         yield started
 
 
 @pytest.fixture
 def root(module_folder: Path) -> Path:
-    """A root for one test of those that share the `pair`."""
+    """A root for one of the tests that share the `pair`."""
     return Path(tempfile.mkdtemp(prefix="test-", dir=module_folder)) / "root"

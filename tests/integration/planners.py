@@ -1,8 +1,8 @@
-"""SavePlanners as torch's own documentation writes them, and ones that fail.
+"""SavePlanners as torch's own documentation writes them, and planners that fail.
 
-The four patterns are those of the docstring of `torch.distributed.checkpoint.SavePlanner` (2.13),
-with its slips mended: a plan's items are in `items`, and a rank's own part of a state is kept apart
-from what rank 0 deals out.
+The four patterns are from the docstring of `torch.distributed.checkpoint.SavePlanner` (2.13), with
+its mistakes corrected: a plan's items are in `items`, and a rank's own part of a state is separate
+from the items that rank 0 distributes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""States of four ranks: how tensors are cut over meshes, and what they are as a whole.
+"""States of four ranks: tensors that are sharded over meshes, and their whole values.
 
-Ranks and judges both import this module, so it must not import milepost. The whole values are made
-by arithmetic and not gathered from the shards, wherever that is possible.
+Ranks and judges both import this module, so it must not import milepost. Where possible, the whole
+values are computed and not gathered from the shards.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def part(*ranks: int) -> DeviceMesh:
 
 
 def strided(name: str, size: tuple[int, ...]) -> DTensor:
-    """Return this rank's part of a tensor cut along one dimension by the inner mesh dimension first
-    and by the outer one after.
+    """Return this rank's part of a tensor that is cut along one dimension, first by the inner mesh
+    dimension and then by the outer one.
     """
     outer, inner = grid().get_coordinate() or (0, 0)
     full = whole(name, size)
@@ -212,7 +212,7 @@ def make(name: str, rank: int) -> State:
 
 
 def whole_values(name: str, state: State) -> dict[str, Any]:
-    """Return what each key of a state holds as a whole. All ranks call it."""
+    """Return the whole value of each key of a state. All ranks call it."""
     if name == "stages":
         return {
             "early.weight": describe(whole("early", (2, 3))),
@@ -255,8 +255,8 @@ NAMES = ("line", "grid", "strided", "apart", "stages", "parts", "fsdp", "hsdp", 
 def read_cut(
     rank: int, world: int, paths: dict[str, str], dim: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Load whole checkpoints with stock torch, every tensor cut along one dimension over all ranks;
-    rank 0 tells what they are when put together.
+    """Load whole checkpoints with stock torch, with every tensor sharded along one dimension over
+    all ranks; rank 0 returns the whole values.
     """
     told = {}
     for name, path in paths.items():
@@ -293,7 +293,9 @@ def resume(rank: int, world: int, path: str) -> dict[str, Any]:
 
 
 def after_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Take a step; tell each parameter as a whole, rounded to what the order of sums leaves."""
+    """Take a step; return each whole parameter, rounded so that the order of sums does not
+    matter.
+    """
     step(model, optimizer)
     return {
         name: [round(float(each), 4) for each in value.full_tensor().reshape(-1)]  # type: ignore[attr-defined]

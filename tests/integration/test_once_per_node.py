@@ -201,7 +201,7 @@ def test_without_a_way_to_tell_the_others_each_reads_for_itself_and_says_so(coun
     assert all(each["is_right"] for each in told)
     assert all(FILE_BYTES <= each["bytes"] <= FILE_BYTES + SLACK_BYTES for each in told)
     for each in told:
-        assert 1 == sum("is read by each of them: no such operation" in x for x in each["lines"])
+        assert 1 == sum("what several of them want: no such operation" in x for x in each["lines"])
 
 
 @pytest.mark.parametrize("by", ["milepost", "dcp"])

@@ -1,1 +1,1 @@
-"""Thousands of nodes in one process, under a seed: see `docs/design/0008-simulation.md`."""
+"""Thousands of nodes in one process, driven by a seed: see `docs/design/0008-simulation.md`."""

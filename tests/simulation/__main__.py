@@ -2,8 +2,8 @@
 
 Prints what the seed drew and the command that reruns it, then what happened, and ends with
 `commits <n>` and `trace hash <hex>`. Exit codes: 0 all well; 1 crash: the core or the simulation
-raised; 2 usage; 3 safety: something happened that must never happen; 4 liveness: something that
-must happen did not, in time.
+raised; 2 usage; 3 safety: something happened that must never happen; 4 liveness: something did not
+happen in time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def rerun(options: Options) -> str:
 
 
 def attempt(options: Options) -> tuple[int, Result | None]:
-    """Run once; return the exit code and, if all was well, what came of it."""
+    """Run once; return the exit code and, if all was well, the result."""
     try:
         return 0, Run(options).go()
     except SafetyViolation as error:
@@ -46,7 +46,7 @@ def attempt(options: Options) -> tuple[int, Result | None]:
 
 
 def once(seed: int, nodes: int) -> int:
-    """One run, told in full."""
+    """Make one run and print everything about it."""
     options = draw_options(seed, nodes)
     print(f"rerun: {rerun(options)}")
     for name, value in options.words().items():

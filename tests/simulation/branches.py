@@ -1,9 +1,9 @@
-"""Going back to an earlier step in a living attempt: `Checkpointer.load`.
+"""Going back to an earlier step within a running attempt: `Checkpointer.load`.
 
-All ranks wait for their saves, rank 0 chooses a checkpoint and, if this attempt has saved beyond
-it, claims another attempt's number; every rank goes on under that number from the older step. What
-was saved beyond is history, and what of it is still under way may change nothing any more: the
-oracle judges by the attempt's `line`, the saves that were not abandoned.
+All ranks wait for their saves. Rank 0 chooses a checkpoint; if this attempt has saved later steps,
+rank 0 claims another attempt number. All ranks go on under that number from the older step. The
+later steps are abandoned, and their saves that are still under way must not change anything. The
+oracle judges by the attempt's `line`: its saves that were not abandoned.
 
 Source: `client/milepost/checkpointer.py`.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """What rank 0 has chosen and tells all."""
+    """What rank 0 has chosen and tells all ranks."""
 
     step: int
     """-1: nothing can be loaded; training goes on where it is."""

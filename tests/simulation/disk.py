@@ -1,10 +1,10 @@
 """The directory that all nodes share, and what `milepost.storage` does in it, call by call.
 
-Owns a small file system: directories, files and links, of which each unsynced change is lost at a
-crash by its own coin; and twins of the storage module's operations as generators that name a call
-before they make it, so that the world can cut, fail, delay or hang them anywhere. Knows no node, no
-network, and of time only the clock by which files are touched. `test_simulation.py` runs the twins
-against the real modules.
+Owns a small file system of directories, files and links. At a crash, a coin decides for each
+unsynced change whether it is lost. Owns also twins of the storage module's operations. They are
+generators that name a call before they make it, so that the world can cut, fail, delay or hang them
+anywhere. Knows no node and no network, and of time only the clock by which files are touched.
+`test_simulation.py` compares the twins with the real modules.
 
 Sources: `client/milepost/storage/`, `daemon/milepostd/executors/writer.py` and
 `planner/composing.py`.
@@ -44,7 +44,7 @@ RETIRED: Final = ".retired"
 READING: Final = "reading-"
 LATEST: Final = "latest"
 BLOCKS: Final = 2
-"""Write calls an image takes."""
+"""How many write calls an image takes."""
 
 
 class Image(NamedTuple):
@@ -57,7 +57,7 @@ class Image(NamedTuple):
     rank: int
     layout_id: str
     is_torn: bool = False
-    """The slot was changed while it was read, or bytes were lost at a crash."""
+    """The slot changed while it was read, or bytes were lost at a crash."""
 
 
 class Fragment(NamedTuple):
@@ -87,7 +87,7 @@ class Replacement(NamedTuple):
 
 
 class Torn(NamedTuple):
-    """What is left of a file that was not synced."""
+    """The rest of a file that was not synced before a crash."""
 
 
 Content: TypeAlias = Image | Fragment | Manifest | Replacement | Torn | str
@@ -107,14 +107,14 @@ class File:
 
 @dataclass(eq=False)
 class Folder:
-    """A directory: the names everybody sees, and those that a crash leaves."""
+    """A directory: the names that everybody sees, and those that survive a crash."""
 
     entries: dict[str, Inode] = field(default_factory=dict)
     durable: dict[str, Inode] = field(default_factory=dict)
     changes: dict[int, Change] = field(default_factory=dict)
-    """Not yet synced, of this folder's names."""
+    """Changes of this folder's names that are not synced yet."""
     moves: dict[int, Change] = field(default_factory=dict)
-    """Not yet synced, of this folder itself."""
+    """Moves of this folder itself that are not synced yet."""
 
 
 Inode: TypeAlias = File | Folder
@@ -122,7 +122,7 @@ Inode: TypeAlias = File | Folder
 
 @dataclass(eq=False)
 class Change:
-    """A name that was given, taken or moved, and that no sync has made durable."""
+    """A name that was given, taken or moved, and is not durable yet."""
 
     number: int
     owner: str
@@ -139,7 +139,7 @@ class Change:
         return self.inode.changes if isinstance(self.inode, File) else self.inode.moves
 
     def applies(self) -> bool:
-        """Whether it can happen to the visible names as they are."""
+        """Whether the change fits the visible names as they are."""
         if self.source is not None and self.source[0].entries.get(self.source[1]) is not self.inode:
             return False
         if self.target is None:
@@ -155,12 +155,12 @@ class Disk:
         self.root = Folder()
         self.changes: dict[int, Change] = {}
         self.unsynced: dict[File, str] = {}
-        """Files whose bytes are not synced, and who wrote them."""
+        """Files whose bytes are not synced, and the owner that wrote each."""
         self.count = 0
         for name in (PARTIAL, RUN):
             self.root.entries[name] = self.root.durable[name] = Folder()
         self.on_named: Callable[[str, Inode | None], None] = lambda name, inode: None
-        """Told each change of a name in the root: the new inode, or None."""
+        """Called for each change of a name in the root, with the new inode or None."""
         self.clock: Callable[[], int] = lambda: 0
         """The file system's own clock, in nanoseconds."""
 
@@ -262,8 +262,8 @@ class Disk:
     # --- crashes
 
     def crash(self, owner: str | None, rng: random.Random, *, keeps: float = 0.5) -> int:
-        """Lose what this owner (None: anybody) has not synced, each thing by its own coin; return
-        how many things were lost.
+        """Lose unsynced changes of this owner (None: of all owners); a coin decides for each.
+        Return how many were lost.
         """
         lost = 0
         for file, writer in list(self.unsynced.items()):
@@ -306,12 +306,12 @@ class Disk:
 
 
 def lease_on(lease: str) -> str:
-    """The checkpoint that a lease's file is for."""
+    """The checkpoint that a lease protects, from the name of the lease's file."""
     return lease.removeprefix(READING).rpartition("-")[0]
 
 
 def reported(operation: str, path: str, calls: Calls[Result]) -> Calls[Result]:
-    """Turn what the system refuses into a StorageError, as the storage module does."""
+    """Turn an OSError into a StorageError, as the storage module does."""
     try:
         return (yield from calls)
     except OSError as error:
@@ -389,7 +389,7 @@ class Root:
         inode = folder.entries.get(name)
         if isinstance(inode, Folder):
             names = list(inode.entries)
-            # The order in which a directory is listed is nobody's promise.
+            # No file system promises the order in which a directory is listed.
             self.rng.shuffle(names)
             for each in names:
                 yield "unlink"
@@ -467,7 +467,7 @@ class Root:
                     first = first._replace(is_torn=True)
             yield "fsync"
         except OSError:
-            # By descriptor: the directory may have another name by now.
+            # Use the descriptor: the directory may have another name by now.
             self.disk.unlink(self.owner, opened, name)
             raise
         file.content = first
@@ -485,7 +485,7 @@ class Root:
     def write_into(self, save: SaveRef, name: str, content: Content) -> Calls[None]:
         temp = TEMP + self._token()
         yield from self._write_new(self._opened(save), temp, content)
-        # By path: the directory may have another name by now.
+        # Use the path: the directory may have another name by now.
         yield "rename"
         folder = self._opened(save)
         self.disk.rename(self.owner, folder, temp, folder, name)
@@ -529,7 +529,7 @@ class Root:
 
     @staticmethod
     def _built_before(save: SaveRef, folder: object) -> int:
-        """Return the size of what an earlier life of the coordinator built; 0 if it did not."""
+        """Return the size of the index that an earlier life of the coordinator built; 0 if none."""
         if not isinstance(folder, Folder) or METADATA not in folder.entries:
             return 0
         file = folder.entries.get(MANIFEST)
@@ -734,10 +734,10 @@ class Root:
         yield from self._remove(disk.partial, aside)
         return True
 
-    # --- leases: who reads a checkpoint
+    # --- leases of readers
 
     def take_lease(self, name: str) -> Calls[str]:
-        """Return the lease's file; "" if there can be none, and the checkpoint is read without."""
+        """Return the lease's file; "" if none can be made, so that the reader reads without one."""
         lease = f"{READING}{name}-{self._token()}"
         try:
             yield "open"
@@ -765,7 +765,7 @@ class Root:
         yield "listdir"
         found: set[str] = set()
         for lease in [name for name in run.entries if name.startswith(READING)]:
-            # A probe tells the file system's time. Nobody ever looks at its name.
+            # A probe file tells the file system's time. Its name does not matter.
             yield from ("open", "stat", "stat", "unlink")
             file = run.entries.get(lease)
             if not isinstance(file, File):
@@ -778,8 +778,8 @@ class Root:
         return frozenset(found)
 
     def removable(self, keep: Keep) -> Calls[dict[str, str]]:
-        """Return what no rule keeps, nobody reads, and `latest` does not name: whose save by name,
-        oldest first.
+        """Return the checkpoints that no rule keeps, nobody reads, and `latest` does not name: the
+        save id by name, oldest first.
         """
         names = doomed(self.checkpoints(), keep)
         save_ids = {name: self.heading(self.disk.root.entries[name])[0] for name in names}
@@ -890,7 +890,7 @@ class Root:
         yield from self._sync(disk.partial)
         yield from self._delete_pruned(pruned)
 
-    # --- what people have put into a checkpoint's directory
+    # --- entries that people put into a checkpoint's directory
 
     def _is_spent(self, aside: str) -> bool:
         name = aside.rsplit(".", 2)[0]
@@ -949,7 +949,7 @@ class Root:
 
 
 def finish(calls: Calls[Result]) -> Result:
-    """Run an operation without faults, at once. Raises what it raises."""
+    """Run an operation without faults, at once. Raises the operation's exceptions."""
     while True:
         try:
             next(calls)

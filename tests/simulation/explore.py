@@ -1,9 +1,9 @@
 """Every order of one small save: all interleavings with one crash and one lost message.
 
-Where `run` draws one of endlessly many histories, this walks all of a few: the small world of
-`tests.unit.core.core_world` is cloned at each choice, what was met before is not entered again, and
-where nothing is in flight any more only timers are left, which run in their time. A crash strikes
-any daemon at any point, which comes back at once or never.
+`run` draws one of endlessly many histories; this module walks all histories of a small world. It
+clones the small world of `tests.unit.core.core_world` at each choice, and does not enter a state
+twice. When nothing is in flight any more, only timers are left, and they run in order. A crash
+strikes any daemon at any point; the daemon comes back at once or never.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OF_A_SESSION = (SessionOpened, RankJoined, RankSaid, RankLeft, SessionLost)
 
 
 def clone(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy what can change, share what cannot."""
+    """Copy everything that can change, and share the rest."""
     kind = type(value)
     if kind in (int, str, bool, float, bytes, tuple, frozenset, type(None)):
         return value
@@ -76,7 +76,7 @@ def clone(value: Any, memo: dict[int, Any]) -> Any:
 
 
 class Known:
-    """What was found out already: how things look, and what a node makes of an event."""
+    """Cached results: how things look, and what a node does with an event."""
 
     def __init__(self) -> None:
         self._words: dict[int, tuple[object, str]] = {}
@@ -86,12 +86,14 @@ class Known:
         """Return the text of a thing that does not change."""
         found = self._words.get(id(thing))
         if found is None:
-            # The thing is kept, so that its id stays its own.
+            # Keep the thing, so that no other object gets its id.
             found = self._words[id(thing)] = (thing, make(thing))
         return found[1]
 
     def picture(self, node: Node) -> str:
-        """Return all of a node that tells it from another, apart from its clock."""
+        """Return everything that distinguishes one state of a node from another, except its
+        clock.
+        """
         return self.word(node, _picture)
 
 
@@ -117,7 +119,7 @@ class SmallWorld(World):
     """A world that can be cloned cheaply, and whose disk refuses writers that come too late."""
 
     known: Known | None = None
-    """Set while the order of things matters and their time does not."""
+    """Set while only the order of things matters, not their time."""
 
     def clone(self) -> SmallWorld:
         made = copy.copy(self)
@@ -129,7 +131,9 @@ class SmallWorld(World):
         return made
 
     def new_session(self, rank: int) -> int:
-        """The same number whatever has happened before, so that states can be equal."""
+        """Return a number that does not depend on what happened before, so that states can be
+        equal.
+        """
         return self.session_of.get(rank, 1000 + rank) + 100
 
     def handle(self, name: str, event: AnyEvent) -> None:
@@ -151,7 +155,7 @@ class SmallWorld(World):
             self.carry_out(name, command)
 
     def restart(self, name: str) -> None:
-        """As always, but what other daemons have sent is still on its way."""
+        """Restart as usual, but keep the messages of other daemons that are still on their way."""
         on_its_way = [
             item for item in self.in_flight
             if item.node == name and isinstance(item.event, PeerSaid)
@@ -174,7 +178,7 @@ class SmallWorld(World):
             if not is_proof:
                 return OutcomeFound(save=command.save, fate=Fate.UNKNOWN, path="")
         event = super().completion(name, command)
-        # When it happened makes no difference.
+        # The time of this event makes no difference.
         return msgspec.structs.replace(event, at_ms=0) if isinstance(event, Published) else event
 
 
@@ -192,7 +196,8 @@ class Walk:
     Attributes:
         seen: states that were met.
         steps: choices that were made.
-        ends: (what lies on disk, what ranks and nodes were told) -> in how many ways.
+        ends: for each (content of the disk, what ranks and nodes were told), how many ways lead
+            there.
     """
 
     begin: Callable[[], SmallWorld]
@@ -203,7 +208,7 @@ class Walk:
     known: Known = field(default_factory=Known)
 
     def explore(self) -> None:
-        """Walk. Raises AssertionError with the path to the first end that must not be."""
+        """Walk. Raises AssertionError with the path to the first end that is not allowed."""
         start = self.begin()
         start.known = self.known
         stack: list[tuple[SmallWorld, Faults, tuple[str, ...]]] = [(start, self.faults, ())]
@@ -228,7 +233,7 @@ class Walk:
         for item in sorted(world.in_flight, key=lambda item: item.number):
             event = item.event
             if isinstance(event, OF_A_SESSION):
-                # What one session says arrives in order.
+                # Messages of one session arrive in order.
                 if event.session in spoken:
                     continue
                 spoken.add(event.session)
@@ -247,7 +252,7 @@ class Walk:
                 yield f"crash {node}", left, partial(_crash, node=node)
 
     def _end(self, world: SmallWorld, path: tuple[str, ...]) -> None:
-        """Nothing is left but timers: they heal what was lost. Judge what has come of it."""
+        """Let the timers, which are all that is left, heal what was lost. Then judge the result."""
         rest = world.clone()
         rest.known = None
         rest.run()
@@ -268,7 +273,7 @@ class Walk:
             way = "\n  ".join(path)
             raise AssertionError(f"on disk {found}, told {told}, timers {rest.timers}:\n  {way}")
 
-    # --- what a state is
+    # --- states
 
     def _label(self, item: InFlight) -> str:
         return f"{item.node} {self.known.word(item.event)}"
@@ -320,7 +325,7 @@ def _crash(world: SmallWorld, node: str) -> None:
 
 
 def begin_staged(nodes: int = 3) -> SmallWorld:
-    """All ranks have staged, and nobody has heard of it."""
+    """Let all ranks stage, before any daemon hears of it."""
     world = SmallWorld((1,) * nodes)
     world.stage(SAVE)
     return world

@@ -17,8 +17,8 @@ forgets unsynced things while their writer lives and hears nothing of it; a file
 rename is not atomic or whose names differ between nodes for ever; a system call that never returns
 after everything is healed; clocks of one daemon that run backwards; two jobs under one name.
 
-While faults last only safety is asked for. Then everything is healed, and within stated times every
-handle ends and the next save is committed.
+While faults last, only safety is required. Then everything is healed. After that, within stated
+times, every handle must end and the next save must be committed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.simulation.workload import Attempt, Launcher
 from tests.simulation.world import Life, Process, World
 
 HUNG_S: Final = 120.0
-"""Longest that a system call hangs while faults last."""
+"""How long a system call hangs at most while faults last."""
 
 KINDS: Final = (
     "kill_daemon", "stop_daemon", "drain_daemon", "kill_trainer", "kill_all_trainers",
@@ -48,7 +48,7 @@ KINDS: Final = (
 
 
 AMBUSH: Final = "ambush"
-"""What strikes at a chosen moment."""
+"""The fault that strikes at a chosen moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class FaultOptions:
     """What the seed drew."""
 
     kinds: tuple[str, ...] = ()
-    """Those that occur in this run."""
+    """The kinds of faults that occur in this run."""
     interval_s: float = 10.0
     """Mean time between two of them."""
     lasts_s: float = 60.0
@@ -66,16 +66,18 @@ class FaultOptions:
     delay: float = 0.0
     delay_s_max: float = 0.0
     calls_fail: float = 0.0
-    """Probability that a system call fails, where the disk fails."""
+    """Probability that a system call fails while the disk has a fault."""
     ambushes: float = 0.0
-    """Probability that a daemon is killed right when a rank is told to go, or all go back."""
+    """Probability that a daemon is killed right when a rank is told to go, or all ranks go back."""
 
     def words(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def draw(rng: random.Random, ambushes: random.Random) -> FaultOptions:
-    """Draw a swarm: some kinds of faults, each run others; what was added from its own stream."""
+    """Draw a swarm: each run has other kinds of faults. Kinds that were added later have streams of
+    their own.
+    """
     some = rng.sample(KINDS, rng.randint(0, 6))
     is_lossy = rng.random() < 0.6
     return FaultOptions(
@@ -117,7 +119,7 @@ class Faults:
         self.life = Life("faults")
         self.fired: dict[str, int] = {}
         self.troubles: dict[str, tuple[str, float]] = {}
-        """What is wrong with the disk as a node sees it, and how often."""
+        """For each node, what is wrong with its view of the disk, and how often it fails."""
         self.hung: dict[Process, None] = {}
         self.count = 0
         self.is_healed = False
@@ -145,7 +147,7 @@ class Faults:
         self.oracle.tell("fault", kind)
 
     def _ambush(self, attempt: Attempt) -> None:
-        """Strike at a moment that few faults would hit by chance."""
+        """Strike at a moment that random faults would rarely hit."""
         rng = self.ambushes
         if not self.is_healed and rng.random() < self.options.ambushes:
             machine = attempt.machines[0 if rng.random() < 0.6 else -1]
@@ -161,7 +163,7 @@ class Faults:
             self.world.after(after_s, self.life, machine.start_daemon)
 
     def _machine(self) -> Machine:
-        # The coordinator is worth more attention than one in many.
+        # Strike the coordinator more often than chance would.
         return self.machines[0] if self.rng.random() < 0.3 else self.rng.choice(self.machines)
 
     # --- processes
@@ -291,7 +293,7 @@ class Faults:
         self._trouble("hangs", self.options.calls_fail)
 
     def on_call(self, process: Process, call: str) -> float | OSError | None:
-        """Decide how a system call goes."""
+        """Decide what happens to a system call."""
         takes_s = 0.0002 + 0.001 * self.calls.random()
         kind, share = self.troubles.get(process.life.node, ("", 0.0))
         if not kind or self.calls.random() >= share:
@@ -322,7 +324,7 @@ class Faults:
     # --- the end
 
     def heal(self) -> None:
-        """From now on nothing goes wrong; whatever is away comes back."""
+        """End all faults; everything that is away comes back."""
         self.is_healed = True
         self.world.note("healed")
         self.oracle.tell("healed")

@@ -1,9 +1,8 @@
 """One host: its shared memory, its daemon's journal, and the daemon that runs there or does not.
 
-Owns what `milepostd.runtime` owns in the real system: the real `Node` is told events and its
-commands are carried out, against the model of the disk and the network. A daemon's life is a
-`Life`; what is in memory and in the run directory survives it. Knows nothing of why trainers do
-what they do.
+Owns what `milepostd.runtime` owns in the real system: it gives events to the real `Node`, and
+carries out its commands on the model of disk and network. A daemon's life is a `Life`; shared
+memory and the run directory survive it. Does not know why trainers do what they do.
 
 Sources: `daemon/milepostd/runtime.py`, `journal.py`, `executors/`.
 """
@@ -101,7 +100,7 @@ class Slot:
     image: Image | None = None
     is_staging: bool = False
     readers: int = 0
-    """Writers that read it at this moment."""
+    """How many writers read it at this moment."""
 
     @property
     def is_free(self) -> bool:
@@ -125,7 +124,9 @@ class Arena:
 
 
 class Link:
-    """One session: the socket between a trainer and a daemon. Ordered, and dead with either end."""
+    """One session: the socket between a trainer and a daemon. It keeps the order of messages, and
+    ends when either end dies.
+    """
 
     def __init__(
         self, daemon: Daemon, trainer: Life, number: int, on_message: Callable[[Any], None]
@@ -137,7 +138,7 @@ class Link:
         self.is_open = True
 
     def to_daemon(self, event: AnyEvent) -> None:
-        # One delay for all keeps the order.
+        # All messages have the same delay, which keeps their order.
         self.daemon.world.after(IPC_S, self.daemon, self.daemon.take, event)
 
     def to_trainer(self, message: DaemonMessage) -> None:
@@ -162,7 +163,7 @@ class Daemon(Life):
         self.links: dict[int, Link] = {}
         self.fragments: dict[tuple[str, str], dict[int, WrittenFile]] = {}
         self.following = 0
-        """How many commits `latest` has yet to follow."""
+        """How many commits `latest` has not followed yet."""
         self.reading: dict[Slot, int] = {}
         self.sessions = 0
 
@@ -225,7 +226,7 @@ class Daemon(Life):
     # --- trainers
 
     def hello(self, trainer: Life, on_message: Callable[[Any], None]) -> Link:
-        """A trainer's hello arrives; the answer is the link itself."""
+        """Take a trainer's hello; the link itself is the answer."""
         self.sessions += 1
         link = Link(self, trainer, self.sessions, on_message)
         self.links[link.number] = link
@@ -245,7 +246,7 @@ class Daemon(Life):
         link.to_daemon(RankLeft(session=link.number, message=Leave()))
 
     def trainer_ended(self, trainer: Life) -> None:
-        """The kernel tells that a trainer's process is gone."""
+        """Take the kernel's notice that a trainer's process has ended."""
         for link in [link for link in self.links.values() if link.trainer is trainer]:
             self.world.after(IPC_S, self, self._tell_lost, link.number)
 
@@ -317,7 +318,7 @@ class Daemon(Life):
                 save, command.rank, lambda: seen if slot.image == seen else torn
             )
         finally:
-            # Also when the process is dropped: a dead daemon reads nothing.
+            # Do this also when the process is dropped: a dead daemon reads nothing.
             if self.reading.get(slot):
                 self.reading[slot] -= 1
                 slot.readers -= 1
@@ -494,11 +495,11 @@ class Machine:
     arenas: dict[str, Arena] = field(default_factory=dict)
     journal: dict[tuple[str, int], Join] = field(default_factory=dict)
     layouts: dict[tuple[str, int, str], None] = field(default_factory=dict)
-    """What the planner's child keeps in the run directory."""
+    """Layouts that the planner's child keeps in the run directory."""
     trainers: dict[Life, None] = field(default_factory=dict)
     readers: dict[Life, None] = field(default_factory=dict)
     lost_at_ns: int = 0
-    """When a daemon ended here last."""
+    """When a daemon last ended here."""
 
     def start_daemon(self) -> None:
         """Start the daemon, if the machine is up and none is running."""
@@ -517,7 +518,7 @@ class Machine:
             daemon.take(JobRecalled(message=join, staged=staged, arenas=arenas))
 
     def lose_daemon(self) -> None:
-        """The daemon's process ends, however."""
+        """End the daemon's process, for whatever reason."""
         daemon, self.daemon = self.daemon, None
         if daemon is None:
             return
@@ -548,7 +549,7 @@ class Machine:
     def find_staged(
         self, job: str, attempt: int, ranks: tuple[int, ...] | list[int]
     ) -> list[tuple[int, Staged]]:
-        """Return what the arenas of these ranks hold completely, in the order of the saves."""
+        """Return the complete images in the arenas of these ranks, in the order of the saves."""
         found = []
         for arena in self.arenas.values():
             if (arena.job, arena.attempt) != (job, attempt) or arena.rank not in ranks:
@@ -582,7 +583,7 @@ class Machine:
             self.world.after(delay_s, None, peer.arrived, self.ref.node_id, message)
 
     def arrived(self, source: str, message: PeerMessage, tries: int = 40) -> None:
-        """A message is here; a daemon that is away hears it when it is back, if that is soon."""
+        """Deliver a message. A daemon that is away gets it if it comes back soon."""
         daemon = self.daemon
         if daemon is not None:
             event = PeerSaid(node_id=source, message=message)

@@ -1,7 +1,7 @@
-"""What happens to a message between two daemons: lost, late, doubled, reordered, cut off.
+"""What happens to a message between two daemons: it is lost, late, doubled, reordered or cut off.
 
-Knows names of nodes and nothing of what they say. A message waits for a daemon that is away, as the
-real transport's queue does, or is lost with it.
+Knows the names of nodes but not the content of messages. A message waits for a daemon that is away,
+as in the real transport's queue, or is lost with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Network:
     Attributes:
         loss, doubling, delay: probability that a message is lost, comes twice, comes late.
         delay_s_max: how late.
-        cuts: pairs (from, to) of groups between which nothing passes, each direction by itself.
+        cuts: pairs (from, to) of groups between which nothing passes in this direction.
     """
 
     rng: random.Random
@@ -37,7 +37,7 @@ class Network:
         return any(source in here and target in there for here, there in self.cuts.values())
 
     def arrivals(self, source: str, target: str) -> tuple[float, ...]:
-        """Return after how many seconds the message arrives, once for each time it does."""
+        """Return the delays in seconds after which the message arrives; each is one arrival."""
         if self.cuts and self.is_cut(source, target):
             self.lost += 1
             return ()

@@ -1,21 +1,23 @@
-"""What must hold, judged from outside the nodes: by what lies on disk and by what people are told.
+"""What must hold, judged from outside the nodes: by the content of the disk and by what people are
+told.
 
-Every sentence it finds wrong raises `SafetyViolation` at that instant, with what led to it. It
-changes nothing, and believes no node: a checkpoint is judged by its files.
+If one of the sentences below is not true, the oracle raises `SafetyViolation` at that instant, with
+what led to it. It changes nothing, and trusts no node: it judges a checkpoint by its files.
 
 1. Nothing under a final name is incomplete, mixed or not durable.
-2. What anybody was told is committed is there after any crash, unless it was replaced or retained
-   away by rule.
+2. A save that anybody was told is committed is there after any crash, unless it was replaced, or a
+   retention rule removed it.
 3. No save has two outcomes, over all ranks and nodes.
 4. Each handle ends in bounded virtual time after the last death of a daemon.
-5. Retention never removes the last good checkpoint, nor anything that a rule keeps.
+5. Retention never removes the last good checkpoint, or one that a rule keeps.
 6. `latest` never names something incomplete.
-7. A slot is not filled anew while a writer reads it.
+7. No slot is filled while a writer reads it.
 8. The invariants of each node hold after each of its events.
-9. Retention removes nothing that somebody reads, and is not kept from it for ever (`readers.py`).
+9. Retention does not remove what somebody reads, and removes it some time later (`readers.py`).
 10. `preempted` gives all ranks the same answer at the same read (`preemption.py`).
 11. A slot comes back once its save has ended.
-12. After a step back `latest` follows the new branch, and the abandoned one takes nothing from it.
+12. After a step back, `latest` follows the new branch, and the abandoned branch takes nothing from
+    it.
 """
 
 from __future__ import annotations
@@ -54,14 +56,14 @@ if TYPE_CHECKING:
     from tests.simulation.workload import Attempt
 
 STORY_LINES: Final = 60
-"""How much of what led to a violation is told."""
+"""How many lines about what led to a violation are printed."""
 
 
 RETAINED: Final = "retained away"
 
 SLOT_LOOK_S: Final = 5.0
 SLOT_LOOKS_MAX: Final = 6
-"""So often nothing may be wrong when a slot is looked at whose save has ended."""
+"""How often the slot of an ended save may be looked at and found not free."""
 
 
 class SafetyViolation(AssertionError):
@@ -69,7 +71,7 @@ class SafetyViolation(AssertionError):
 
 
 class LivenessViolation(AssertionError):
-    """Something that must happen did not, in time."""
+    """Something that must happen did not happen in time."""
 
 
 @dataclass
@@ -77,7 +79,7 @@ class Oracle:
     """See the module's docstring.
 
     Args:
-        checks_every: nodes' invariants are checked after every so many events.
+        checks_every: after how many events to check the nodes' invariants.
     """
 
     world: World
@@ -85,25 +87,25 @@ class Oracle:
     deadline_s: float
     checks_every: int = 1
     outcomes: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Save id -> outcome -> who was told so first."""
+    """Save id -> outcome -> who was told this outcome first."""
     committed: dict[str, Handle | None] = field(default_factory=dict)
     names: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Save id -> name and step, of saves that were published."""
+    """Name and step of each published save, by save id."""
     gone: dict[str, str] = field(default_factory=dict)
-    """Committed saves that need not be there any more, and why."""
+    """Committed saves that may be gone, and why."""
     open: dict[int, tuple[Handle, Trainer]] = field(default_factory=dict)
     marks: dict[str, int] = field(default_factory=dict)
     """Log events, outcomes and codes seen, and how often."""
     story: deque[str] = field(default_factory=lambda: deque(maxlen=STORY_LINES))
     begun: dict[str, int] = field(default_factory=dict)
-    """When each save was first called for."""
+    """When a rank first called each save."""
     abandoned: dict[str, int] = field(default_factory=dict)
-    """Saves beyond the step to which their attempt went back, and when it did."""
+    """Saves of later steps than the one to which their attempt went back, and when it did."""
     commits: int = 0
     checked: int = 0
     check_at: int = 1
     unheard: dict[str, dict[Daemon, None]] = field(default_factory=dict)
-    """Saves that a node ended as failed or skipped, and the lives that did."""
+    """Saves that a node ended as failed or skipped, and the lives of daemons that did so."""
 
     def __post_init__(self) -> None:
         self.disk.on_named = self.named
@@ -130,7 +132,7 @@ class Oracle:
         self.checked += 1
         if self.checked >= self.check_at:
             node = daemon.node_core
-            # The more a node remembers, the longer it takes and the less often it is done.
+            # A check takes longer the more a node remembers, so make it less often then.
             roles = len(node.saves.participations) + len(node.saves.coordinations)
             self.check_at = self.checked + max(self.checks_every, roles // 8)
             broken = broken_invariants(node)
@@ -153,7 +155,9 @@ class Oracle:
             self.outcome(line.save.save_id, outcome, f"node {node}", daemon)
 
     def outcome(self, save_id: str, outcome: str, who: str, life: Daemon | None = None) -> None:
-        """Somebody was told how a save ended: a rank by its handle, or (`life`) a node's log."""
+        """Note that somebody was told how a save ended: a rank by its handle, or (with `life`) a
+        node's log.
+        """
         told = self.outcomes.setdefault(save_id, {})
         if outcome in ("failed", "skipped") and life is not None and save_id not in self.names:
             # A rank that hears this frees its slot, and the save can never be complete again. A
@@ -196,7 +200,7 @@ class Oracle:
         self.outcome(handle.save.save_id, handle.phase, f"the handle of rank {handle.rank}")
 
     def died(self, trainer: Trainer) -> None:
-        """The process has ended: nobody waits for its handles any more."""
+        """Note that the process has ended: nobody waits for its handles any more."""
         self.tell(f"trainer {trainer.rank} of attempt {trainer.attempt.number} has ended")
         for key, (_, owner) in list(self.open.items()):
             if owner is trainer:
@@ -233,8 +237,8 @@ class Oracle:
                 )
 
     def watch_slot(self, trainer: Trainer, save: SaveRef, quiet: int = 0) -> None:
-        """The save has ended: its slot comes back once nobody reads it, and the daemon is there and
-        has ended the save, too. One that was restarted may have taken it up again.
+        """Watch the slot of an ended save. It must come back once nobody reads it, the daemon runs,
+        and the daemon has ended the save, too. A restarted daemon may have taken it up again.
         """
         slot, daemon = trainer.held.get(save.save_id), trainer.machine.daemon
         if slot is None:
@@ -252,7 +256,7 @@ class Oracle:
     # --- the directory
 
     def named(self, name: str, inode: Inode | None) -> None:
-        """A name in the root was given or taken."""
+        """Note that a name in the root was given or taken."""
         if name.startswith("."):
             return
         if name == LATEST:
@@ -284,7 +288,7 @@ class Oracle:
                         "abandoned future, takes its place"
                     )
                 self.gone[save_id] = f"replaced by {manifest.save_id}"
-        # What retention has chosen may go, also if somebody gave it its name back in between.
+        # Retention may remove what it has chosen, even if somebody gave it its name back meanwhile.
         if self.gone.get(manifest.save_id) != RETAINED:
             self.gone.pop(manifest.save_id, None)
 
@@ -314,7 +318,7 @@ class Oracle:
         named = {MANIFEST, METADATA, *(file for _, file in manifest.files)}
         for part, inode in folder.entries.items():
             if part not in named:
-                # What a late node puts beside the checkpoint harms nobody.
+                # Files that a late node puts beside the checkpoint do no harm.
                 self.mark("stray file")
                 continue
             if isinstance(inode, File) and not inode.is_synced:
@@ -346,7 +350,9 @@ class Oracle:
         )
 
     def _lies_aside(self, save_id: str, name: str) -> bool:
-        """Whether it lies whole where it is given its name back, now or at the next start."""
+        """Whether it is whole, in a place from which it gets its name back, now or at the next
+        start.
+        """
         for part, inode in self.disk.partial.entries.items():
             if part.startswith(f"{name}.") and part.endswith((REPLACED, RETIRED)):
                 manifest = inode.entries.get(MANIFEST) if isinstance(inode, Folder) else None
@@ -368,7 +374,9 @@ class Oracle:
             self.fail(f"save {save_id} was committed as {name}, which is not there")
 
     def crashed(self, owner: str | None, lost: int) -> None:
-        """Unsynced things were lost: what was told must stand."""
+        """After unsynced changes were lost: check that everything reported as committed is
+        there.
+        """
         self.tell(f"crash of {owner or 'the storage'}: {lost} things lost")
         for save_id, told in self.outcomes.items():
             if "committed" in told:
@@ -404,7 +412,7 @@ class Oracle:
         keep: Keep,
         there: Sequence[tuple[tuple[int, int, int], str]],
     ) -> None:
-        """The coordinator is about to remove these, of what it saw."""
+        """Note that the coordinator is about to remove these checkpoints, out of those it saw."""
         if self.kept(keep, there) & doomed.keys():
             self.fail(f"retention by {keep} removes {doomed} of {there}")
         for save_id in doomed.values():
@@ -412,7 +420,9 @@ class Oracle:
             self.gone.setdefault(save_id, RETAINED)
 
     def followed(self, save_id: str) -> None:
-        """`latest` names this save, or another: none that was abandoned before this one began."""
+        """Check that `latest` names this save, or another that was not abandoned before this one
+        began.
+        """
         link = self.disk.root.entries.get(LATEST)
         name = str(link.content) if isinstance(link, File) else ""
         folder = self.disk.root.entries.get(name)
@@ -426,11 +436,12 @@ class Oracle:
         self.mark("latest.unmoved")
 
     def check_end(self, line: Sequence[Handle], keep: Keep, *, is_following: bool) -> None:
-        """After the last save, a clean start and no fault: all that was told is under its name.
+        """After the last save, a clean start and no fault: check that every reported checkpoint is
+        under its name.
 
         Args:
             line: the saves of the last attempt that were not abandoned, oldest first.
-            is_following: a daemon has yet to move `latest`, and retention waits for it.
+            is_following: a daemon has not moved `latest` yet, and retention waits for it.
         """
         for save_id, told in self.outcomes.items():
             if "committed" in told and save_id not in self.gone:
@@ -464,7 +475,7 @@ def order_of(save_id: str) -> tuple[int, int]:
 
 
 def _short(value: Any) -> str:
-    """An event or a command, as the story tells it."""
+    """Return an event or a command in short form, for the story of a violation."""
     inner = getattr(value, "message", None)
     what = type(value).__name__ + (f".{type(inner).__name__}" if inner is not None else "")
     save = getattr(value, "save", None) or getattr(inner, "save", None)

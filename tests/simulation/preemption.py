@@ -1,13 +1,14 @@
-"""SIGTERM in simulated training: the flag of each rank, who is struck, and what is demanded.
+"""SIGTERM in simulated training: the flag of each rank, the signals, and what must hold.
 
-`Flag` is the twin of the client's; `Signals` strikes ranks and, some time later, ends what still
-runs, as a scheduler does. `Preemptions` judges from outside, by the answers of `preempted`: at one
-read all ranks of a job have the same answer, and none is told to go unless somebody was.
+`Flag` is the twin of the client's flag. `Signals` sends SIGTERM to ranks and, some time later, ends
+what still runs, as a scheduler does. `Preemptions` judges from outside, by the answers of
+`preempted`: at one read all ranks of a job have the same answer, and no rank is told to go unless
+some rank got a signal.
 
-Ranks train in lockstep, so one that is cut off for longer than a grace time lasts cannot be waited
-for. Two waits that may run out are part of the design, and excuse a split: the coordinator decides
-without a rank after `DECIDE_NS`, a rank without the coordinator after `HOLD_S`. For a signal that
-comes after the healing, and for any once all has settled, neither may run out.
+Ranks train in lockstep, so they cannot wait for a rank that is cut off for longer than a grace
+time. Two waits may run out by design, and excuse different answers: the coordinator decides without
+a rank after `DECIDE_NS`, and a rank decides without the coordinator after `HOLD_S`. Neither may run
+out for a signal that comes after the healing, or for any signal once everything has settled.
 
 Sources: `client/milepost/link/preemption.py`, `daemon/milepostd/core/preemption.py`.
 """
@@ -34,15 +35,15 @@ if TYPE_CHECKING:
 KIND: Final = "sigterm"
 
 SETTLED_S: Final = 40.0
-"""After the healing: until every session stands again and no hold of before is left."""
+"""Time after the healing until every session is restored and no earlier hold is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SignalOptions:
-    """Who is told to go, drawn by the seed."""
+    """Which ranks are told to go; drawn from the seed."""
 
     reads: int = 0
-    """Steps between two saves, at each of which `preempted` is read; 0: it never is."""
+    """Steps between two saves; each of them reads `preempted`. 0: nothing reads it."""
     interval_s: float = 0.0
     """Mean time between two signals."""
 
@@ -72,10 +73,10 @@ class Flag:
         self.at_read: int | None = None
 
     def read(self) -> Steps:
-        """Return whether this rank is to go now."""
+        """Return whether this rank has to go now."""
         trainer = self.trainer
         if not self.is_installed:
-            # Without a place a preemption may go unheard.
+            # If the rank has not joined, nobody may notice a preemption.
             with contextlib.suppress(MilepostError):
                 yield from trainer.ensure()
             self.is_installed = True
@@ -99,7 +100,7 @@ class Flag:
             self.at_read = at_read
 
     def strike(self) -> None:
-        """SIGTERM. Whoever does not take it over ends by it."""
+        """Send SIGTERM. A rank that has no handler for it ends."""
         if not self.is_installed or self.is_closed:
             self.trainer.attempt.launcher.kill(self.trainer)
         elif not self.is_signalled:
@@ -118,7 +119,7 @@ class Flag:
 
 
 class Signals:
-    """Tells ranks to go, until everything is healed."""
+    """Sends signals to ranks, until everything is healed."""
 
     def __init__(
         self, world: World, options: SignalOptions, launcher: Launcher, oracle: Oracle
@@ -163,7 +164,7 @@ class Signals:
             self.launcher.broken(attempt)
 
     def heal(self) -> None:
-        """Nobody is told to go any more."""
+        """Send no more signals."""
         self.is_healed = True
 
 
@@ -172,7 +173,7 @@ class Story:
     """What is known of one job's preemption."""
 
     answers: dict[int, tuple[bool, int]]
-    """By read: the first answer, and whose it was."""
+    """For each read, the first answer and the rank that got it."""
     is_signalled: bool = False
     is_strict: bool = False
     """The signal came after the healing."""
@@ -186,14 +187,14 @@ class Preemptions:
         self.oracle = oracle
         self.stories: dict[Attempt, Story] = {}
         self.attempts: dict[int, Attempt] = {}
-        """By number; one that goes back a step has several."""
+        """By number; an attempt that goes back a step has several numbers."""
         self.healed_at_ns: int | None = None
 
     def story(self, attempt: Attempt) -> Story:
         return self.stories.setdefault(attempt, Story({}))
 
     def begun(self, attempt: Attempt, number: int) -> None:
-        """An attempt has taken a number."""
+        """Note that an attempt has taken a number."""
         self.attempts[number] = attempt
 
     def signalled(self, attempt: Attempt) -> None:
@@ -202,7 +203,7 @@ class Preemptions:
             story.is_signalled, story.is_strict = True, self.healed_at_ns is not None
 
     def answered(self, trainer: Trainer, read: int, is_true: bool) -> None:
-        """A rank was told whether to go."""
+        """Judge an answer that a rank got."""
         story = self.story(trainer.attempt)
         first, rank = story.answers.setdefault(read, (is_true, trainer.rank))
         if is_true:
@@ -220,7 +221,7 @@ class Preemptions:
         self.oracle.mark("preemption.split")
 
     def handled(self, daemon: Daemon, event: AnyEvent, commands: tuple[Any, ...]) -> None:
-        """A node was told that it has waited for long: perhaps it decides without a rank."""
+        """Note that a node's wait has run out: it may decide without a rank."""
         if not isinstance(event, TimerFired) or not event.timer.startswith("preemption/"):
             return
         if any(
@@ -242,7 +243,9 @@ class Preemptions:
             self.oracle.be_late(f"nothing is wrong, and {why}")
 
     def check_turned(self, attempt: Attempt | None) -> None:
-        """Long after the healing: who was told to go, and lives, has told all."""
+        """Long after the healing: check that all ranks know of each living rank that got a
+        signal.
+        """
         if attempt is None or attempt.is_over:
             return
         story = self.story(attempt)

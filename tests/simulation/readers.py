@@ -1,9 +1,9 @@
-"""Readers of checkpoints, their leases, and what is demanded of retention meanwhile.
+"""Readers of checkpoints, their leases, and what retention must not do meanwhile.
 
 A `Reader` is a process on one machine that reads one checkpoint, as `Checkpointer.load` and an
-evaluation do: its lease first, then the files, and a beat that touches the lease. It may be killed,
-or stopped for longer than a lease lives. `Leases` judges: a checkpoint that somebody was reading
-when retention looked is not removed while that lease lives.
+evaluation do. It takes a lease first, then reads the files while a beat touches the lease. It may
+be killed, or stopped for longer than a lease lives. `Leases` judges: a checkpoint that somebody was
+reading when retention looked is not removed as long as that lease lives.
 
 A lease that is taken after retention has looked comes too late: the reader finds the checkpoint
 gone, and says so. Source: `client/milepost/storage/claims.py`.
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from tests.simulation.oracle import Oracle
 
 KINDS: Final = ("kill_reader", "stop_reader")
-"""What strikes readers."""
+"""The kinds of faults that strike readers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderOptions:
-    """Who reads, drawn by the seed."""
+    """Which readers there are; drawn from the seed."""
 
     pause_s: float = 0.0
-    """Mean time between two readers' beginnings; 0: there are none."""
+    """Mean time between the starts of two readers; 0: there are no readers."""
     read_s: float = 0.0
-    """Mean time that one reads."""
+    """Mean time for which one reads."""
     strikes: float = 0.0
     """Probability that one is killed, or stopped, while it reads."""
 
@@ -95,7 +95,7 @@ class Reader(Life):
 
 
 class Readers:
-    """Has readers begin, and strikes some, until everything is healed."""
+    """Starts readers, and strikes some of them, until everything is healed."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Readers:
             self.world.after(after_s, None, self.world.go_on, reader)
 
     def heal(self) -> None:
-        """No reader begins any more; those that read go on."""
+        """Start no more readers; those that read go on."""
         self.is_healed = True
 
 
@@ -157,12 +157,12 @@ class Leases:
     def __init__(self, oracle: Oracle) -> None:
         self.oracle = oracle
         self.looked_at_ns: dict[str, int] = {}
-        """By checkpoint: when retention, which is about to remove it, has begun to look."""
+        """For each checkpoint that retention is about to remove: when it began to look."""
         self.inodes: dict[str, Inode] = {}
         """What lies under each name."""
 
     def named(self, name: str, inode: Inode | None) -> None:
-        """A checkpoint was given a name, or has lost it."""
+        """Note that a checkpoint got a name, or lost it."""
         if inode is not None:
             self.inodes[name] = inode
             return

@@ -22,20 +22,20 @@ from tests.simulation.workload import Attempt, Launcher, Work
 from tests.simulation.world import SECOND_NS, World
 
 LARGE_NODES: Final = 64
-"""From so many nodes on a process makes several system calls in one go, and invariants are checked
-now and then: the work per event must not grow with the number of nodes."""
+"""From this many nodes on, a process makes several system calls at once, and invariants are checked
+only now and then: the work per event must not grow with the number of nodes."""
 
 TURNS_MAX: Final = 60_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """All that a run depends on."""
+    """Everything that a run depends on."""
 
     seed: int
     nodes: int
     is_nodes_given: bool
-    """Else it was drawn, before all else: to draw the same, it must not be given."""
+    """If False, the number was drawn first of all. To draw the same again, do not give it."""
     ranks_per_node: int
     is_embedded: bool
     work: Work
@@ -54,7 +54,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of it."""
+    """The result of a run."""
 
     commits: int
     trace_hash: str
@@ -66,7 +66,7 @@ class Result:
 
 
 def draw_options(seed: int, nodes: int = 0) -> Options:
-    """Draw everything from the seed; `nodes` 0: that too."""
+    """Draw everything from the seed; with `nodes` 0, the number of nodes, too."""
     world = World(seed)
     rng = world.rng("options")
     count = nodes or rng.choice([1, 1, 2, 2, 3, 3, 4, 5, 8])
@@ -94,7 +94,7 @@ def draw_options(seed: int, nodes: int = 0) -> Options:
         # A handful of attempts: each costs the square of the number of nodes.
         work = replace(work, interval_s=max(work.interval_s, 1.0))
         faults = replace(faults, lasts_s=20.0, interval_s=max(faults.interval_s, 8.0))
-    # From streams of their own, so that what was drawn above stays what it was.
+    # These have streams of their own, so that the draws above do not change.
     signals = preemption.draw(world, is_large=is_large)
     loads = world.rng("loads").choice([0.0, 0.0, 0.1, 0.4])
     work = replace(work, reads=signals.reads, loads=loads)
@@ -163,9 +163,9 @@ class Run:
 
     @property
     def next_save_s(self) -> float:
-        """How long after the healing the next save has until it is committed: what was in flight
-        ends within its handles' bound, a launcher starts anew, an unlucky save is followed by
-        another.
+        """How long after the healing the next save may take until it is committed. In this time,
+        saves in flight end within the bound of their handles, a launcher starts anew, and another
+        save may follow an unlucky one.
         """
         return self.oracle.handle_s_max + 120
 
@@ -180,7 +180,7 @@ class Run:
         self.readers.heal()
         self.oracle.preemptions.healed_at_ns = self.world.now_ns
         healed_at_s = self.world.now_s
-        # What was under way comes to its end, or to its deadline.
+        # Let everything that was under way end, or reach its deadline.
         self.launcher.is_stopping = True
         self.until(healed_at_s + self.oracle.handle_s_max + 5)
         self.oracle.check_handles()
@@ -209,7 +209,7 @@ class Run:
         return self.launcher.attempt
 
     def _finish(self, attempt: Attempt) -> None:
-        """Let it come to its end: all saves of which are to be committed."""
+        """Let an attempt come to its end; all its saves must be committed."""
         until_s = self.world.now_s + NEXT_SAVE_S + 2 * self.options.work.deadline_s
         ended: dict[str, dict[str, str]] = {}
         while self.world.now_s < until_s:
@@ -254,7 +254,7 @@ class Run:
             self.oracle.be_late(f"ranks {staying} were never told to go")
 
     def _check_branch(self) -> None:
-        """Go back a step after each save but the last: every new branch must be followed."""
+        """Go back a step after each save except the last; `latest` must follow every new branch."""
         attempt = self._judged(replace(self.options.work.quiet(4), loads=1.0))
         self._finish(attempt)
         self._check_end(attempt)
@@ -284,5 +284,5 @@ class Run:
 
 
 NEXT_SAVE_S: Final = 60.0
-"""After the healing: from the start of an attempt until its saves are committed, beside the saves'
-own deadlines."""
+"""After the healing: how long it may take from the start of an attempt until its saves are
+committed, in addition to the saves' own deadlines."""

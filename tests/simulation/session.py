@@ -1,4 +1,4 @@
-"""A rank's standing with its node's daemon: the twin of `Session`, as processes.
+"""A rank's session with its node's daemon: the twin of `Session`, as processes.
 
 Source: `client/milepost/link/session.py`.
 """
@@ -59,9 +59,9 @@ class Session:
         self.is_restoring = False
         self.refusal: Cause | None = None
         self.place: Join | None = None
-        """The place that was last asked for."""
+        """The place for which the rank last asked."""
         self.said: dict[str, SaveWord] = {}
-        """The last word about each save that has not ended."""
+        """The last message about each save that has not ended."""
 
     # --- hello
 
@@ -104,7 +104,7 @@ class Session:
                 raise Unavailable("daemon-lost", f"no daemon on {self.life.node}")
 
     def _watch(self, link: Link) -> None:
-        """Heartbeats: a daemon that is stopped is taken for lost after a while of silence."""
+        """Send heartbeats. A stopped daemon counts as lost after a while of silence."""
         self.world.after(SILENCE_S, self.life, self._check_silence, link)
 
     def _check_silence(self, link: Link) -> None:
@@ -134,7 +134,7 @@ class Session:
         yield from self._take_place(place)
 
     def _has_place(self, place: Join | None) -> bool:
-        """Whether it is this place: one that was restored may be that of an earlier attempt."""
+        """Whether the rank has this place: a restored place may be of an earlier attempt."""
         return (
             self.joined is not None and place is not None and self.joined.attempt == place.attempt
         )

@@ -73,7 +73,7 @@ each has a scenario of its own in `tests/unit/`.
 """
 
 RARE = (380, 483)
-"""Seeds that take the rows of the tables that no other takes: a shared directory that shows neither
+"""Seeds that take rows of the tables that no other seed takes: the shared directory shows neither
 outcome for a while."""
 
 Row = tuple[type[Role], Phase, Trigger]
@@ -185,7 +185,7 @@ def test_all_orders_of_a_save_of_three_nodes_without_a_fault_end_in_a_checkpoint
 
 
 def run_all(first: int, nodes: int) -> None:
-    """Run a hundred seeds, from shortly before the first that is known to find what is wrong."""
+    """Run a hundred seeds, starting shortly before the first that is known to find the fault."""
     for seed in range(first, first + 100):
         Run(draw_options(seed, nodes)).go()
 
@@ -339,9 +339,9 @@ class Both:
         self.disk = Disk()
         self.twin = Twin(self.disk, "node", random.Random(1), str(path))
         self.readers: list[tuple[AbstractContextManager[None], str]] = []
-        """Who reads, at the real root and at its twin."""
+        """Readers, at the real root and at its twin."""
         self.notes = 0
-        """How many people have put into the directory of a checkpoint."""
+        """How many entries people have put into directories of checkpoints."""
 
     def close(self) -> None:
         while self.readers:

@@ -1,7 +1,8 @@
 """One rank of one attempt: what `Checkpointer` does, around the client's own ledger of saves.
 
-A `Trainer` opens, stages and ends saves as the client does, as a process; what it knows of them and
-what it decides when it hears something is `milepost.ledger`, the very object that the client has.
+A `Trainer` is a process that opens, stages and ends saves as the client does. It keeps its
+knowledge in `milepost.ledger`, the same object that the client uses, which also makes its
+decisions.
 
 Sources: `client/milepost/checkpointer.py`, `saving/`, `staging/slots.py`. How a trainer is
 preempted and goes back a step is in `preemption.py` and `branches.py`.
@@ -78,9 +79,9 @@ class Trainer(Life):
         self.attempt = attempt
         self.rank = rank
         self.number = attempt.number
-        """The attempt's number as this rank knows it."""
+        """The number of the attempt, as far as this rank knows."""
         self.base = attempt.first_step
-        """The step that its saves are counted from."""
+        """The step from which its saves are counted."""
         self.machine = machine
         self.world: World = attempt.launcher.world
         self.rng = random.Random(f"{self.world.seed}/trainer/{attempt.number}/{rank}")
@@ -103,7 +104,7 @@ class Trainer(Life):
         return self.attempt.launcher.oracle
 
     def begin(self, number: int) -> None:
-        """Go on as another attempt; nothing is under way."""
+        """Go on as another attempt. No save is under way."""
         self.number = number
         self._carry_out(self.ledger.begin(JOB, number))
         self.held.clear()
@@ -195,7 +196,7 @@ class Trainer(Life):
         except MilepostError as error:
             self._give_up(ref, error)
         self.session.settle(ref.save_id)
-        # Nobody sees this handle end.
+        # Nobody watches the end of this handle.
         self.ledger.close_plan(ref.save_id)
 
     def _is_over(self, ref: SaveRef) -> bool:
@@ -249,7 +250,7 @@ class Trainer(Life):
         )
 
     def _ask(self, ref: SaveRef) -> Steps:
-        """Offer the structure, and put the layout that comes in force unless the save ends."""
+        """Offer the structure, and put the answered layout in force unless the save ends."""
         ledger, structure = self.ledger, self.structure
         self.session.say(Offered(save=ref, fingerprint=structure, offer=b"offer"))
         yield Until(
@@ -325,7 +326,7 @@ class Trainer(Life):
                 break
             self.structure = attempt.structure_of(number, self.rank)
             yield from self.save(self.base + number * 10, is_last=number == work.saves)
-            # The next step's collective: nobody goes on before all have called save.
+            # The next step's collective: no rank goes on before all have called save.
             yield from attempt.meet(number)
             if attempt.is_going_back(number):
                 root = Root(self.machine.disk, self.node, self.rng, ROOT)
@@ -335,7 +336,7 @@ class Trainer(Life):
         self.world.after(0, None, attempt.launcher.ended, self)
 
     def _step_until_save(self, number: int) -> Steps:
-        """Train up to a save; return whether the rank is to go, its state saved."""
+        """Train up to a save; return whether the rank has to go and has saved its state."""
         work, attempt = self.work, self.attempt
         train_s = work.interval_s * (0.5 + self.rng.random() / 10)
         if not work.reads:

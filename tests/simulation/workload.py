@@ -1,8 +1,8 @@
 """What is trained and saved: attempts, and the launcher that starts them.
 
-The `Launcher` is what torchrun and a scheduler are: it starts an attempt, ends it when a rank is
-gone, and starts the next one, perhaps with another number of ranks. Knows nothing of what goes
-wrong, or why. What a rank does is in `trainer.py`.
+The `Launcher` acts as torchrun and a scheduler: it starts an attempt, ends it when a rank is gone,
+and starts the next one, perhaps with another number of ranks. It does not know what goes wrong, or
+why. `trainer.py` has what a rank does.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from tests.simulation.oracle import Oracle
 
 ATTEMPTS_MAX: Final = 25
-"""Then the job is done: a run with short attempts shall not be one of endless saves."""
+"""After this many attempts the job is done. Otherwise a run with short attempts would never end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the trainers do, drawn by the seed."""
+    """What the trainers do; drawn from the seed."""
 
     saves: int
-    """Saves an attempt makes."""
+    """How many saves an attempt makes."""
     interval_s: float
     """Training between two saves."""
     copy_s: float
@@ -50,16 +50,16 @@ class Work:
     rewinds: float = 0.0
     """Probability that an attempt goes back further than to the newest checkpoint."""
     prepares: bool = False
-    """Layouts are asked for ahead of the first save."""
+    """Ranks ask for layouts before their first save."""
     leaves_early: float = 0.0
     """Probability that a rank ends right after it has staged its last save."""
     loads: float = 0.0
     """Probability that all ranks go back to an earlier step after a save."""
     reads: int = 0
-    """Steps between two saves, at each of which `preempted` is read; 0: it never is."""
+    """Steps between two saves; each of them reads `preempted`. 0: nothing reads it."""
 
     def quiet(self, saves: int) -> Work:
-        """The same, with nothing that ends a save on purpose."""
+        """Return the same work, without anything that ends a save on purpose."""
         return replace(self, saves=saves, aborts=0.0, strays=0.0, skips=False, loads=0.0, reads=0)
 
 
@@ -76,10 +76,10 @@ class Attempt:
     first_step: int
     trainers: list[Trainer] = field(default_factory=list)
     arrived: dict[int | tuple[int, int], int] = field(default_factory=dict)
-    """How many ranks have come to each collective."""
+    """How many ranks have reached each collective."""
     is_over: bool = False
     ended: int = 0
-    """Ranks that came to their end by themselves."""
+    """How many ranks have ended by themselves."""
     structures: list[tuple[str, int]] = field(default_factory=list)
     line: list[Handle] = field(default_factory=list)
     """Rank 0's saves that were not abandoned, oldest first."""
@@ -102,14 +102,14 @@ class Attempt:
         return number < self.work.saves and self.back[number]
 
     def meet(self, what: int | tuple[int, int]) -> Steps:
-        """A collective: nobody goes on before all have come."""
+        """Wait in a collective: no rank goes on before all have reached it."""
         self.arrived[what] = self.arrived.get(what, 0) + 1
         if self.arrived[what] == len(self.ranks):
             self.notify()
         yield Until(lambda: self.arrived[what] == len(self.ranks), 1e6)
 
     def notify(self) -> None:
-        """Something has changed that ranks may wait for."""
+        """Wake ranks that may wait for what has changed."""
         for trainer in self.trainers:
             trainer.notify()
 
@@ -131,7 +131,7 @@ class Attempt:
 
 
 class Launcher:
-    """Starts attempts, one after another, as long as it is asked to."""
+    """Starts attempts, one after another, until it is told to stop."""
 
     def __init__(
         self, world: World, machines: Sequence[Machine], oracle: Oracle, work: Work, ranks: int
@@ -149,14 +149,14 @@ class Launcher:
         self.attempts = 0
         self.claimant: Life | None = None
         self.on_moment: Callable[[Attempt], None] = lambda attempt: None
-        """Told that a rank is told to go, or that all go back a step."""
+        """Called when a rank is told to go, or when all ranks go back a step."""
         self.dying: set[int] = set()
         """Ranks of the present attempt that die as soon as they have staged."""
 
     def start(
         self, *, after_s: float = 0.0, on_all: bool = False, work: Work | None = None
     ) -> None:
-        """Begin an attempt soon, with other work than usual if that is given."""
+        """Begin an attempt soon, with the given work instead of the usual one."""
         if not self.is_starting and (work is not None or self.attempts < ATTEMPTS_MAX):
             self.is_starting = True
             self.world.after(after_s, self.life, self._begin, on_all, work)
@@ -175,7 +175,7 @@ class Launcher:
         self.world.spawn(self.claimant, self._claim(chosen, ranks, work))
 
     def lose_claimant(self, node: str) -> None:
-        """The machine is down on which an attempt is being prepared."""
+        """End the preparation of an attempt: its machine is down."""
         if self.claimant is not None and self.claimant.node == node and self.claimant.is_alive:
             self.claimant.is_alive = False
             self.is_starting = False
@@ -183,7 +183,7 @@ class Launcher:
                 self.start(after_s=2.0)
 
     def _claim(self, chosen: Sequence[Machine], ranks: tuple[int, ...], work: Work | None) -> Steps:
-        """What rank 0 does first; a disk that fails is tried again."""
+        """Do what rank 0 does first; try again if the disk fails."""
         root = Root(chosen[0].disk, chosen[0].ref.node_id, self.rng, ROOT)
         try:
             yield from root.prepare()
@@ -212,14 +212,14 @@ class Launcher:
             self.world.spawn(trainer, trainer.train())
 
     def is_dying_when_staged(self, trainer: Trainer) -> bool:
-        """Whether this trainer ends here, between sealing its slot and saying so."""
+        """Whether this trainer ends here, after it sealed its slot and before it says so."""
         if trainer.attempt is self.attempt and trainer.rank in self.dying:
             self.world.after(0, None, self.kill, trainer)
             return True
         return False
 
     def kill(self, trainer: Trainer) -> None:
-        """SIGKILL; the launcher notices, and ends the attempt."""
+        """Send SIGKILL; the launcher notices, and ends the attempt."""
         if trainer.is_alive:
             self._end_process(trainer)
             self.broken(trainer.attempt)
@@ -232,7 +232,7 @@ class Launcher:
             trainer.machine.daemon.trainer_ended(trainer)
 
     def ended(self, trainer: Trainer) -> None:
-        """A rank has come to its end by itself."""
+        """Note that a rank has ended by itself."""
         if not trainer.is_alive:
             return
         self._end_process(trainer)
@@ -244,7 +244,9 @@ class Launcher:
                 self.start(after_s=self.rng.random())
 
     def broken(self, attempt: Attempt) -> None:
-        """A rank is gone: the others are killed some time later, and a new attempt starts."""
+        """End the attempt of a lost rank: kill the others some time later, and start a new
+        attempt.
+        """
         if attempt.is_over:
             return
         attempt.is_over = True

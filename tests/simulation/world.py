@@ -1,8 +1,8 @@
-"""Virtual time: one heap of what is going to happen, and the processes that live in it.
+"""Virtual time: one heap of future events, and the processes that live in it.
 
-Owns the clock, the order of things and the trace, and runs generators as processes: what a process
-yields is what it waits for. No asyncio, no thread, no sleeping; nothing here knows a node, a disk
-or a trainer. Two runs with the same seed do the same, whatever PYTHONHASHSEED is.
+Owns the clock, the order of events and the trace, and runs generators as processes: a process
+yields what it waits for. Uses no asyncio, no thread and no sleep, and knows no node, disk or
+trainer. Two runs with the same seed do the same, whatever PYTHONHASHSEED is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SECOND_NS: Final = 1_000_000_000
 
 
 class Sleep(NamedTuple):
-    """Go on after so many seconds."""
+    """Go on after this many seconds."""
 
     seconds: float
 
@@ -37,18 +37,18 @@ Steps: TypeAlias = Generator[Wish, Any, Any]
 
 
 class Life:
-    """What can be killed or stopped: a daemon, a trainer. What belongs to a life ends with it."""
+    """Something that can be killed or stopped: a daemon, a trainer. Its processes end with it."""
 
     def __init__(self, node: str) -> None:
         self.node = node
         self.is_alive = True
         self.is_stopped = False
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        """What would have happened to it while it was stopped."""
+        """Events that would have happened to it while it was stopped."""
         self.waiting: dict[Process, None] = {}
 
     def notify(self) -> None:
-        """Something has changed that its processes may wait for."""
+        """Wake processes that may wait for what has changed."""
         for process in list(self.waiting):
             process.look()
 
@@ -63,10 +63,10 @@ class Process:
         self.on_end = on_end
         self.wait: Until | None = None
         self.turn = 0
-        """Counts resumptions, so that the end of a wait that is over changes nothing."""
+        """Counts resumptions, so that the late end of an earlier wait changes nothing."""
 
     def look(self) -> None:
-        """Go on if what was waited for has come."""
+        """Go on if what the process waits for has come."""
         if self.wait is not None and self.wait.has_come():
             self.world.after(0, self.life, self.resume, self.turn, True)
             self.wait = None
@@ -80,7 +80,7 @@ class Process:
         self.advance(lambda: self.steps.send(value))
 
     def fail(self, error: BaseException) -> None:
-        """What it waited for fails."""
+        """Let the awaited call fail."""
         self.turn += 1
         self.advance(lambda: self.steps.throw(error))
 
@@ -125,7 +125,7 @@ class World:
 
     Args:
         seed: draws everything, each concern from its own stream.
-        grain: system calls that a process makes in one go; 1 shows every order of calls, more is
+        grain: how many system calls a process makes at once. 1 shows every order of calls; more is
             faster.
     """
 
@@ -135,26 +135,27 @@ class World:
     count: int = 0
     events: int = 0
     is_cutting: bool = False
-    """Calls fail or hang at present: every one of them is asked for."""
+    """Whether calls fail or hang at present, so that `on_call` is asked for each of them."""
     heap: list[tuple[int, int, Life | None, Callable[..., None], tuple[Any, ...]]] = field(
         default_factory=list
     )
     digest: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
     on_call: Callable[[Process, str], float | OSError | None] = lambda process, call: 0.001
-    """Asked before each system call: seconds it takes, how it fails, or None: it hangs."""
+    """Called before each system call. Returns the seconds that it takes, its error, or None: it
+    hangs."""
 
     @property
     def now_s(self) -> float:
         return self.now_ns / SECOND_NS
 
     def rng(self, concern: str) -> random.Random:
-        """Return a stream of chance of its own, so that one concern does not disturb another."""
+        """Return a separate random stream, so that one concern does not disturb another."""
         return random.Random(f"{self.seed}/{concern}")
 
     def after(
         self, seconds: float, life: Life | None, function: Callable[..., None], *args: Any
     ) -> None:
-        """Let this happen later, if `life` (None: nobody's) still lives then."""
+        """Let this happen later, if `life` still lives then (None: in any case)."""
         self.count += 1
         at_ns = self.now_ns + max(0, int(seconds * SECOND_NS))
         heapq.heappush(self.heap, (at_ns, self.count, life, function, args))
@@ -162,13 +163,13 @@ class World:
     def spawn(
         self, life: Life, steps: Steps, on_end: Callable[..., None] = lambda value: None
     ) -> Process:
-        """Start a process; `on_end` is told what its generator returns."""
+        """Start a process; `on_end` is called with what its generator returns."""
         process = Process(self, life, steps, on_end)
         self.after(0, life, process.resume, 0)
         return process
 
     def turn(self) -> bool:
-        """Let the next thing happen; False: nothing is left."""
+        """Let the next event happen; False: nothing is left."""
         if not self.heap:
             return False
         at_ns, _, life, function, args = heapq.heappop(self.heap)
@@ -189,7 +190,7 @@ class World:
         function(*args)
 
     def go_on(self, life: Life) -> None:
-        """A stopped life goes on: all that it missed happens now, in order."""
+        """Continue a stopped life: everything that it missed happens now, in order."""
         life.is_stopped = False
         backlog, life.backlog = life.backlog, []
         for function, args in backlog:

@@ -1,7 +1,7 @@
 """The demonstration's training: attempts of the job, their ranks, and what the ranks recorded.
 
-Does for the trainers what torchrun does: holds the key-value store they meet at, gives each its
-place in the environment, and ends the others when one is lost.
+Does for the trainers what torchrun does: holds the key-value store at which they meet, tells each
+its place by the environment, and ends the others when one is lost.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Attempts:
         root: where checkpoints go.
         records: the directory where the ranks write their records.
         logs: the directory for the ranks' logs.
-        daemons: whose run directories the ranks are given.
-        telling: what people are told.
+        daemons: the ranks get their run directories.
+        telling: tells people what happens.
         watch: looks at the ranks.
     """
 
@@ -65,7 +65,7 @@ class Attempts:
 
     @property
     def logs(self) -> list[Path]:
-        """Of every trainer and daemon that has a part in the newest attempt."""
+        """The logs of every trainer and daemon of the newest attempt."""
         return logs_of([*self.trainers, *self._daemons.processes])
 
     @property
@@ -123,7 +123,9 @@ class Attempts:
         )
 
     def await_resume(self) -> None:
-        """Return once every rank has trained again: it recorded before what it resumed from."""
+        """Return once every rank trains again. Before that, it recorded the state that it
+        resumed.
+        """
         self._watch.until(
             lambda: all(losses_of(records) for records in self.records()[-1]),
             "resuming",
@@ -159,7 +161,7 @@ class Attempts:
         return [[reader.refresh() for reader in ranks] for ranks in self._readers]
 
     def step_of(self, rank: int) -> int:
-        """Return the step that a rank of the newest attempt has done last; 0 before the first."""
+        """Return the last step that a rank of the newest attempt has done; 0 before the first."""
         return max(losses_of(self._readers[-1][rank].refresh()), default=0)
 
     def _progress(self) -> str:

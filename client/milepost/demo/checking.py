@@ -11,8 +11,8 @@ from milepost.demo.records import Called, Ended, Finished, Record, Recorded, Rec
 from milepost.demo.report import Attempt
 
 LOSS_TOLERANCE: Final = 1e-3
-"""Relative difference of the losses of a step that was done twice. As a rule they are equal bit for
-bit, but torch does not promise the same order of additions in every process."""
+"""Largest relative difference between the losses of a step that was done twice. Usually they are
+equal bit for bit, but torch does not promise the same order of additions in every process."""
 
 WRONG_SHOWN_MAX: Final = 10
 
@@ -52,8 +52,8 @@ def check_saves(number: int, ranks: Attempt, logs: Sequence[Path], *, may_be_ope
     Args:
         number: of the attempt.
         ranks: its records.
-        logs: shown if it is not so.
-        may_be_open: how the last save ended need not be known, since trainers were killed.
+        logs: shown if the check fails.
+        may_be_open: the end of the last save may be unknown, since trainers were killed.
     """
     for rank, records in enumerate(ranks):
         ended = {each.step: each.phase for each in records if isinstance(each, Ended)}
@@ -130,11 +130,11 @@ def check_losses(before: Attempt, after: Attempt, step: int) -> str:
 
 
 def saved_parts(step: int, attempts: Sequence[Attempt]) -> dict[str, list[RecordedPart]]:
-    """Return what the checkpoint of a step is to hold: each key's parts in rank order, or one part
-    for a value that every rank has whole.
+    """Return what the checkpoint of a step must hold: each key's parts in rank order, or one part
+    if every rank has the whole value.
 
-    A step that was saved again belongs to the later attempt. Raises DemoFailed if ranks that have
-    the whole of a value do not have the same.
+    A step that was saved again belongs to the later attempt. Raises DemoFailed if ranks have
+    different whole values.
     """
     by_rank: list[Recorded] = []
     for ranks in attempts:

@@ -24,11 +24,11 @@ class Daemons:
     """The daemons, started and ended as a service manager would.
 
     Args:
-        folder: of the demonstration; run directories are in it.
+        folder: the demonstration's; run directories are in it.
         root: where the daemons may write checkpoints.
         logs: where their logs go.
-        telling: what people are told.
-        watch: told to look after the daemons.
+        telling: tells people what happens.
+        watch: looks after the daemons.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Daemons:
 
     @property
     def processes(self) -> list[DemoProcess]:
-        """Those that run."""
+        """The daemons that run."""
         return self._watch.steady
 
     def start(self) -> None:
@@ -99,7 +99,7 @@ class Daemons:
         return True
 
     def _waits(self) -> list[str]:
-        """Return what the daemons say that saves are waiting for."""
+        """Return what saves wait for, according to the daemons."""
         waits = []
         for number, child in enumerate(self.processes):
             try:

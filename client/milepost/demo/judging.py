@@ -1,4 +1,4 @@
-"""The judgement: what each checkpoint is to hold, and stock torch's ranks that compare it."""
+"""The judgement: what each checkpoint must hold, and the ranks of stock torch that compare it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Judges:
     """The processes that judge. See `judge` for what each of them does.
 
     Args:
-        folder: of the demonstration.
+        folder: the demonstration's.
         root: where the checkpoints are.
         logs: where the judges' logs go.
-        telling: what people are told.
+        telling: tells people what happens.
         watch: looks at the judges.
     """
 
@@ -49,7 +49,7 @@ class Judges:
 
     def judge(self, attempts: Sequence[Attempt]) -> tuple[int, int]:
         """Compare all checkpoints with what the ranks recorded; return how many values of how many
-        checkpoints are equal. Raises DemoFailed if one is not, or is not there.
+        checkpoints are equal. Raises DemoFailed if a value differs or is missing.
         """
         expected = self._expected(attempts)
         self._telling.say(
@@ -75,8 +75,8 @@ class Judges:
         end_processes(self._processes)
 
     def _expected(self, attempts: Sequence[Attempt]) -> dict[str, dict[str, list[RecordedPart]]]:
-        """Return what each checkpoint is to hold. Raises DemoFailed if not all of them are there,
-        or if a save has left something over.
+        """Return what each checkpoint must hold. Raises DemoFailed if a checkpoint is missing, or
+        if a save has left files.
         """
         names = [path.name for path in self._root.glob("step_*")]
         there = sorted(names, key=lambda name: int(name.removeprefix("step_")))

@@ -39,8 +39,8 @@ KILL_AFTER_STEP: Final = 33
 def run_demo(folder: Path) -> int:
     """Run the demonstration in `folder`, which is made, or emptied if a demonstration made it.
 
-    Returns 0 if all that was compared was equal, 1 if not or if a process failed, and 128 plus the
-    signal's number if a signal ended it. Raises UsageError as `make_afresh` does.
+    Returns 0 if everything compared was equal, 1 if not or if a process failed, and 128 plus the
+    signal's number if a signal ended it. Raises the same UsageError as `make_afresh`.
     """
     with make_afresh(folder), _noted_signals() as noted:
         demo = Demo(folder, noted)
@@ -59,7 +59,7 @@ def run_demo(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-    """Collect the signals that ask for the end, instead of ending."""
+    """Collect signals that would end the process, instead of ending."""
     noted: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

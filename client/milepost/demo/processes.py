@@ -20,23 +20,23 @@ from typing import Final
 from milepost.demo.telling import Telling
 
 DEMO_S: Final = 300.0
-"""After this time the demonstration has failed: several times what it takes on two cores."""
+"""After this time the demonstration has failed. It usually takes a fraction of it on two cores."""
 
 GRACE_S: Final = 5.0
 """How long a trainer may take to end after SIGTERM, as with torchrun; then it is killed."""
 
 LOOK_S: Final = 0.02
-"""How often the children are looked at."""
+"""How often to look at the children."""
 
 FOLLOW_S: Final = 0.5
-"""Processes that fail because another one did, fail within this time."""
+"""If a process fails because another one failed, it does so within this time."""
 
 
 class DemoFailed(Exception):
     """The demonstration did not show what it should.
 
     Attributes:
-        logs: of the processes that had a part in it.
+        logs: the logs of the processes that took part.
     """
 
     def __init__(self, text: str, logs: Sequence[Path] = ()) -> None:
@@ -98,7 +98,7 @@ def start_python(
 
 
 def end_processes(processes: Sequence[DemoProcess]) -> None:
-    """End all of them: all are asked before the first is waited for."""
+    """End all processes: ask all of them to end before waiting for the first."""
     for process in processes:
         process.ask_to_end()
     for process in processes:
@@ -129,7 +129,7 @@ class Watch:
     """Waits, and meanwhile looks at the children, at the clock and at signals.
 
     Args:
-        telling: shows what is waited for.
+        telling: shows what the demonstration waits for.
         noted: the signals that have arrived.
 
     Attributes:
@@ -153,9 +153,9 @@ class Watch:
         """Return once `has_come()`.
 
         Args:
-            has_come: asked again and again.
+            has_come: called again and again.
             what: what goes on meanwhile, as a participle.
-            children: processes that may end with exit code 0 only.
+            children: processes that may end only with exit code 0.
             detail: returns what the progress line adds.
 
         Raises:

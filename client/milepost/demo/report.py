@@ -1,4 +1,4 @@
-"""The figures of the demonstration: one row a save, and sentences that say what they are worth.
+"""The figures of the demonstration: one row for each save, and sentences that explain them.
 
 Pure: records in, rows and sentences out.
 """

@@ -1,1 +1,3 @@
-"""From a checkpoint's files into memory: what is wanted of its blobs, checked, once a node."""
+"""From a checkpoint's files into memory: reads what is wanted, checks it, and reads it once a
+node.
+"""

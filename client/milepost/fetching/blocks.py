@@ -1,6 +1,6 @@
-"""From the ranges that are wanted of a file to the blocks in which it is read.
+"""From the wanted ranges of a file to the blocks in which it is read.
 
-Pure but for the tasks that it hands out: it opens and reads nothing.
+Pure, except for the tasks that it hands out: it opens and reads nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from milepost.fetching.copying import address_in
 from milepost.fetching.tasks import GAP_BYTES, BoxTask, FilePlan, RunTask, SmallTask, WholeTask
 
 BLOCK_BYTES: Final = 8 << 20
-"""Read at once: large enough for the device, small enough that buffers cost little memory and the
-first block comes soon. A multiple of a stretch and of a page."""
+"""How much to read at once: large enough for the device, so small that buffers take little memory
+and the first block arrives soon. A multiple of a stretch and of a page."""
 
 Range = tuple[int, int]
 
 
 def merge(ranges: Iterable[Range]) -> list[Range]:
-    """Return ranges that hold all given ones, ascending, more than `GAP_BYTES` apart."""
+    """Return ranges that cover all given ones, ascending, and more than `GAP_BYTES` apart."""
     merged: list[Range] = []
     low = high = -1
     for begin, end in sorted(ranges):
@@ -48,12 +48,14 @@ def cut(ranges: Iterable[Range]) -> Iterator[Range]:
 
 @dataclass(slots=True)
 class FileBlock:
-    """A range of a file that is read at once, and the tasks that it serves, in whole or in part."""
+    """A range of a file that is read at once, and the tasks that it serves, completely or in
+    part.
+    """
 
     begin: int
     end: int
     smalls: list[SmallTask] = field(default_factory=list)
-    """Those that lie wholly within it."""
+    """The small tasks that lie completely within the block."""
     runs: list[RunTask] = field(default_factory=list)
     elements: list[BoxTask] = field(default_factory=list)
     wholes: list[WholeTask] = field(default_factory=list)
@@ -75,12 +77,13 @@ def hand_out(
     when_small: Callable[[SmallTask, bytearray], None],
     give: Callable[[BoxTask, int, int, int], None],
 ) -> list[FileBlock]:
-    """Return blocks of these ranges, which hold all tasks of the plan, with the tasks in them.
+    """Return blocks of these ranges, with the tasks in them. The ranges cover all tasks of the
+    plan.
 
     Args:
-        ranges: ascending, and apart or adjacent.
-        when_small: what is done with a small container that lies in several blocks.
-        give: what is done with an element that does: task, begin and end, and address.
+        ranges: ascending; they do not overlap.
+        when_small: called with a small container that lies in several blocks.
+        give: called with an element that lies in two blocks: task, begin and end, and address.
     """
     blocks = [FileBlock(begin, end) for begin, end in ranges]
     starts = [block.begin for block in blocks]

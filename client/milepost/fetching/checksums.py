@@ -1,8 +1,9 @@
-"""The checksums that are known of a checkpoint, and comparing with them what is read in parts.
+"""The known checksums of a checkpoint, and comparing them with bytes that are read in parts.
 
-A stretch is checked by its own CRC, a blob by its container's: where stretches are known and whole
-ones are read, these; at the ends of what is read, and in checkpoints from before there were
-stretches, blobs. Of what has no manifest nothing is known here. No torch, no files.
+A stretch has a CRC of its own, a blob has the CRC of its container. If a whole stretch with a known
+CRC is read, that CRC is compared. At the ends of what is read, and in checkpoints from before there
+were stretches, the CRCs of blobs are compared. Without a manifest, nothing is known here. No torch,
+no files.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from milepost.format.manifest import Summary
 
 
 class Stretches(NamedTuple):
-    """The checksums of one file's stretches, from its start on."""
+    """The checksums of one file's stretches, from the file's start on."""
 
     nbytes: int
     crcs: Sequence[int]
@@ -41,11 +42,11 @@ class Stretches(NamedTuple):
 
 
 class KnownChecksums:
-    """What a manifest tells of the files of a checkpoint; with none, nothing.
+    """What a manifest says about the files of a checkpoint; empty without a manifest.
 
     Attributes:
         is_known: whether there is a manifest.
-        file_bytes: by file, how long it was written.
+        file_bytes: the length of each file when it was written.
 
     Raises CorruptCheckpoint for a manifest whose columns do not agree.
     """
@@ -62,7 +63,7 @@ class KnownChecksums:
         self._stretches: dict[str, Stretches | None] = {}
 
     def stretches(self, file: str) -> Stretches | None:
-        """Return what is known of a file's stretches. Raises CorruptCheckpoint."""
+        """Return the known checksums of a file's stretches. Raises CorruptCheckpoint."""
         if file not in self._stretches:
             self._stretches[file] = self._unpack(file)
         return self._stretches[file]
@@ -78,8 +79,8 @@ class KnownChecksums:
 
 
 class Check:
-    """A range of a file whose CRC-32 is known, and what was found of it so far; parts may come from
-    several threads, each once.
+    """A range of a file with a known CRC-32, and the CRCs of its parts that were found so far.
+    Several threads may add parts, each part once.
     """
 
     __slots__ = ("_parts", "begin", "crc", "end")
@@ -105,5 +106,5 @@ class Check:
         return found if at == self.end else -1
 
     def is_right(self) -> bool:
-        """Tell, once all parts are there, whether they are what was written."""
+        """Whether the bytes are what was written. Only when all parts were added."""
         return self.found() == self.crc

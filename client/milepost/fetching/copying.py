@@ -1,8 +1,8 @@
-"""Bytes in a buffer become elements in a tensor's memory.
+"""Copies bytes from a buffer to elements of a tensor.
 
-Owns what is copied how: whole runs by address, boxes by torch, and on a device behind an event. The
-GIL is free while much is copied. No thread pool of torch's is woken: a reader's thread would get
-one of its own, with a thread a core.
+Owns the ways to copy: whole runs by address, boxes by torch, and on a device behind an event.
+Releases the GIL during long copies. Does not wake torch's thread pool: each reading thread would
+get a pool of its own, with a thread for each core.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch import nn
 from milepost.wire.offers import Box
 
 GIL_BYTES: Final = 32 << 10
-"""From here on the GIL is given away while bytes are copied; before, to take it back costs more."""
+"""From this length on, copies release the GIL. For shorter ones, taking it back would cost more."""
 
 SLAB_ELEMENTS: Final = 32 << 10
-"""torch copies fewer elements on the calling thread alone (at::internal::GRAIN_SIZE)."""
+"""Below this number, torch copies elements on the calling thread alone
+(at::internal::GRAIN_SIZE)."""
 
 _MEMMOVE_ARGUMENTS: Final = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -33,7 +34,7 @@ def _memmove(library: ctypes.CDLL) -> Callable[[int, int, int], Any]:
 
 
 copy_few: Final = _memmove(ctypes.PyDLL(None))
-"""Copies bytes: to and from an address, how many. Keeps the GIL."""
+"""Copies bytes; arguments: to, from, how many. Keeps the GIL."""
 
 copy_many: Final = _memmove(ctypes.CDLL(None))
 """The same without the GIL."""
@@ -50,7 +51,7 @@ def bytes_at(address: int, length: int) -> memoryview:
 
 
 def address_in(memory: bytearray) -> int:
-    """Return where a bytearray's bytes are, which are there as long as it is kept and not
+    """Return the address of a bytearray's bytes; valid while the bytearray is kept and not
     resized.
     """
     return ctypes.addressof(ctypes.c_char.from_buffer(memory)) if memory else 0
@@ -70,7 +71,7 @@ _STRIDED: Final = torch.strided
 
 
 def is_plain(memory: torch.Tensor) -> bool:
-    """Tell whether a tensor is dense memory whose elements are as they are read."""
+    """Whether a tensor is dense memory whose elements need no conversion when read."""
     return (
         type(memory) in PLAIN
         and memory.layout is _STRIDED
@@ -82,8 +83,8 @@ def is_plain(memory: torch.Tensor) -> bool:
 
 
 def as_bits(memory: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype]:
-    """Return the memory, and the dtype in which stored elements of `dtype` are to be copied to it:
-    as bit patterns where nothing is converted, since not every dtype can be copied as it is.
+    """Return the memory, and the dtype in which stored elements of `dtype` are copied to it. If
+    nothing is converted, copy bit patterns, since torch cannot copy every dtype.
     """
     if memory.dtype is dtype and is_plain(memory):
         bits = _BITS[dtype.itemsize]
@@ -92,8 +93,11 @@ def as_bits(memory: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 
 def address_of(memory: torch.Tensor, dtype: torch.dtype) -> int:
-    """Return where stored elements of `dtype` can be put one behind the other; 0: not so."""
-    # `is_plain`, but for what the dtype and the host rule out: this is asked of every tensor.
+    """Return the address at which stored elements of `dtype` can be put one after another; 0: there
+    is none.
+    """
+    # The same as `is_plain`, without the checks that dtype and host make superfluous. This runs for
+    # every tensor.
     if (
         memory.dtype is dtype
         and type(memory) in PLAIN
@@ -108,8 +112,8 @@ def address_of(memory: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 def elements_at(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the elements at an address as a tensor over that memory, which the caller keeps; where
-    they are not aligned, a copy of them.
+    """Return the elements at an address as a tensor over that memory, which the caller keeps. If
+    they are not aligned, return a copy.
     """
     length = count * dtype.itemsize
     if address % dtype.itemsize:
@@ -137,7 +141,7 @@ def narrowed(memory: torch.Tensor, at: Box, sizes: Box) -> torch.Tensor:
 
 
 def copy_elements(memory: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor to memory of the same sizes; on the host on this thread alone."""
+    """Copy a tensor to memory of the same sizes; on the host, only on this thread."""
     if not memory.is_cpu or not is_plain(memory):
         memory.copy_(source)
         return

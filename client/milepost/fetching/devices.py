@@ -1,8 +1,7 @@
 """The devices that a fetch copies to, and the buffers that blocks pass through on the way.
 
-On the host a thread has one buffer. Towards a device it has two, in pinned memory: one is read into
-while the device still copies out of the other. The order of things on a device is `Streams`'
-affair.
+On the host a thread has one buffer. For a device it has two, in pinned memory: the thread reads
+into one while the device still copies out of the other. `Streams` keeps the order on a device.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ class PinnedBuffer:
 
 
 class Devices:
-    """All devices of one fetch but the host.
+    """All devices of one fetch except the host.
 
     Args:
-        streams_of: returns the queue of a device, or raises UsageError for one without: copies to
-            that one are waited for one by one.
+        streams_of: returns the queue of a device. Raises UsageError for a device without one; then
+            each copy to that device is waited for.
         make_buffer: makes memory that a device can copy out of.
     """
 
@@ -57,7 +56,7 @@ class Devices:
         self._streams: dict[torch.device, Streams] = {}
 
     def open(self, devices: Iterable[torch.device]) -> None:
-        """Take these devices; copies wait for what the caller's stream was given so far."""
+        """Use these devices. Copies wait for all work that is in the caller's stream now."""
         for device in set(devices):
             if device.type != "cpu":
                 with contextlib.suppress(UsageError):
@@ -66,11 +65,11 @@ class Devices:
             streams.fork()
 
     def streams_of(self, device: torch.device) -> Streams | None:
-        """Return a device's queue, None for the host and what is copied to at once."""
+        """Return a device's queue; None for the host and for devices without a queue."""
         return self._streams.get(device)
 
     def mark(self) -> list[tuple[Streams, Any]]:
-        """Return marks in all queues, after all that was given so far."""
+        """Return marks in all queues, after all work given so far."""
         return [(streams, streams.mark()) for streams in self._streams.values()]
 
     def wait(self) -> None:
@@ -94,17 +93,19 @@ class Buffers:
         )
 
     def take(self) -> AnyBuffer:
-        """Return a buffer that nothing is copied out of any more."""
+        """Return a buffer out of which nothing is being copied any more."""
         buffer, marks = self._free.popleft()
         _join(marks)
         return buffer
 
     def give_back(self, buffer: AnyBuffer) -> None:
-        """Take a buffer back, out of which a device may still copy."""
+        """Take back a buffer; a device may still copy out of it."""
         self._free.append((buffer, self._devices.mark()))
 
     def close(self) -> None:
-        """Wait until nothing is copied out of them any more; only then may their memory go."""
+        """Wait until all copies out of the buffers are done; only then may their memory be
+        freed.
+        """
         for _, marks in self._free:
             _join(marks)
 

@@ -1,10 +1,10 @@
-"""Reading what is wanted of a checkpoint's blobs into memory: in file order, in large blocks, by
+"""Reads what is wanted of a checkpoint's blobs into memory: in file order, in large blocks, with
 several threads, and checked on the way.
 
-Owns the passes over the files, the threads and their buffers. Everything that is right lands in the
-first pass, and nothing is read twice for a checksum. What turns out strange (a container that is
-not the expected one, a stretch whose checksum is wrong and that holds parts of several blobs) is
-looked at once more by itself, and is right or is named as damage then.
+Owns the passes over the files, the threads and their buffers. The first pass delivers all undamaged
+data, and reads nothing twice for a checksum. Two cases are strange: a container is not the expected
+one, or a stretch with a wrong checksum holds parts of several blobs. These are read once more, one
+by one, and then are either right or named as damage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from milepost.format.layout import PAGE_BYTES
 from milepost.staging.streams import Streams, default_streams
 
 THREADS_MIN: Final = 3
-"""One waits for the device while another copies, and the device does not wait for either."""
+"""So that one thread waits for the device, another copies, and the device never waits."""
 
 THREADS_MAX: Final = 8
 
@@ -56,19 +56,19 @@ def fetch(
 
     Args:
         checkpoint: its directory.
-        tensors, objects: what is wanted. Memory of two reads must not overlap.
-        checksums: what the manifest tells; without one, those of the containers are compared.
-        is_checked: compare checksums.
-        threads: how many read at once; None: by the number of processors.
-        streams_of: how copies to a device are ordered.
+        tensors, objects: what to read. The memory of two reads must not overlap.
+        checksums: the manifest's; without a manifest, those in the containers are compared.
+        is_checked: whether to compare checksums.
+        threads: how many threads read; None: depends on the number of processors.
+        streams_of: returns the queue of a device.
         neighbours: the ranks with which reads are shared, after `listen`.
 
-    Damage is returned, not raised; memory that was written before it was found stays so, and is
-    listed as touched. Raises CorruptCheckpoint for a manifest that contradicts itself, and what
-    torch raises for memory that cannot be copied to.
+    Damage is returned, not raised. Memory that was written before damage was found stays written,
+    and is listed as touched. Raises CorruptCheckpoint for a manifest that contradicts itself, and
+    torch's exceptions for memory to which it cannot copy.
     """
     files = OpenFiles(checkpoint, neighbours.is_shared) if neighbours else OpenFiles(checkpoint)
-    # Many small objects are made that all go when this returns.
+    # This makes many small objects, and drops all of them at its end.
     with collector_paused():
         return _Fetch(
             checkpoint, list(tensors), list(objects), checksums, is_checked, threads, streams_of,
@@ -118,7 +118,7 @@ class _Fetch:
                 wrong = self._pass(sizes, range(len(self._tensors)), range(len(self._objects)))
                 self._look_again(sizes, wrong)
         finally:
-            # Also after an error nothing may be under way into memory that the caller may free.
+            # After an error, too, no copy may be under way into memory that the caller may free.
             self._devices.wait()
             self._files.close()
         result.touched = [number for number, done in enumerate(filling.touched) if done]
@@ -128,7 +128,7 @@ class _Fetch:
         return result
 
     def _find_files(self) -> dict[str, int]:
-        """Return how long each file is; what is missing or has another length is damage."""
+        """Return the length of each file. A missing file, or one of another length, is damage."""
         sizes: dict[str, int] = {}
         for file in {read.blob.file: None for _, read in self._reads}:
             try:
@@ -139,7 +139,7 @@ class _Fetch:
                 continue
             written = self._checksums.file_bytes.get(file, size)
             if size != written:
-                text = f"{size} bytes long, written were {written}"
+                text = f"{size} bytes long, but {written} were written"
                 self._result.damages.append(FoundDamage(file, "", text))
         return sizes
 
@@ -148,11 +148,11 @@ class _Fetch:
     def _pass(
         self, sizes: dict[str, int], tensors: Iterable[int], objects: Iterable[int]
     ) -> list[tuple[str, Check]]:
-        """Read what is expected to be right; return the checks that have failed."""
+        """Read everything as expected; return the checks that failed."""
         return self._read(sizes, tensors, objects, self._filling.strange.add)
 
     def _look_again(self, sizes: dict[str, int], wrong: list[tuple[str, Check]]) -> None:
-        """Read anew, by containers, what was strange or may be damaged."""
+        """Read strange or possibly damaged data anew, container by container."""
         damaged, tensors, objects = set[str](), {*self._filling.strange}, set[int]()
         for file, check in wrong:
             held = self._held_by(file, check)
@@ -187,7 +187,7 @@ class _Fetch:
             touched=self._filling.touched,
         )
         plans = planner.plan(tensors, objects, when_strange)
-        # What cannot be read at all is found before anything is written.
+        # Find files that cannot be read at all before anything is written.
         is_served = not planner.damages
         if is_served:
             blocks = [
@@ -214,7 +214,7 @@ class _Fetch:
     # --- naming damage
 
     def _held_by(self, file: str, check: Check) -> list[tuple[int, TensorRead | ObjectRead]]:
-        """Return what is wanted of blobs that a checked range has a part of, with its number."""
+        """Return the reads, with their numbers, whose blobs overlap a checked range."""
         return [
             (number, read)
             for number, read in self._reads
@@ -237,7 +237,7 @@ class _Fetch:
     # --- threads
 
     def _serve(self, blocks: list[tuple[str, FileBlock]]) -> None:
-        """Read all blocks. Raises what a thread raised, once all have ended."""
+        """Read all blocks. Raises a thread's exception after all threads have ended."""
         self._files.expect(name for name, _ in blocks)
         queue = iter(blocks)
         errors: list[BaseException] = []
@@ -245,7 +245,7 @@ class _Fetch:
         def work() -> None:
             try:
                 with torch.no_grad():
-                    # A block need neither begin nor end on a page.
+                    # A block may begin and end within a page.
                     buffers = self._devices.buffers(BLOCK_BYTES + 2 * PAGE_BYTES)
                     try:
                         while not errors and (task := next(queue, None)) is not None:
@@ -265,7 +265,7 @@ class _Fetch:
             while thread.is_alive():
                 try:
                     thread.join()
-                # They write to the caller's memory: nobody goes on before they have ended.
+                # The threads write to the caller's memory, so wait until all have ended.
                 except BaseException as error:
                     errors.append(error)
         if errors:
@@ -298,7 +298,7 @@ class _Fetch:
         self._filling.fill(block, view, buffer.address + skip, file if is_cached else None)
 
     def _fail(self, name: str, block: FileBlock, error: OSError) -> None:
-        """Note a file that cannot be read; nothing more is read of it."""
+        """Note a file that cannot be read; read nothing more of it."""
         self._files.failed.add(name)
         text = f"bytes {block.begin} to {block.end}: {unreadable(error)}"
         held = self._held_by(name, Check(block.begin, block.end, 0))
@@ -311,7 +311,7 @@ def _is_within(check: Check, blob: Blob) -> bool:
 
 
 def _bump_versions(tensors: list[torch.Tensor]) -> None:
-    """Let autograd know of what was written by address, as of any other change in place."""
+    """Tell autograd about memory that was written by address, as about any change in place."""
     torch.autograd.graph.increment_version(
         [tensor for tensor in tensors if not tensor.is_inference()]
     )

@@ -1,7 +1,7 @@
-"""Reading a data file: past the page cache what is not in it, from the page cache what is.
+"""Reads a data file: from the page cache what is in it, and everything else past the page cache.
 
-Owns descriptors, direct I/O and its refusal, and the question to the kernel what it has in memory.
-Knows no checkpoint. Thread-safe, and the GIL is free while it reads.
+Owns descriptors, direct I/O and what happens if it is refused, and asks the kernel what is in
+memory. Knows no checkpoint. Thread-safe; releases the GIL while it reads.
 
 Sources: open(2) and statx(2) on O_DIRECT, cachestat in the kernel's mm/filemap.c (6.5 and newer),
 preadv2(2) on RWF_NOWAIT.
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 IDLE_FILES_MAX: Final = 16
-"""Files that stay open for who might need them again."""
+"""How many files stay open because somebody may need them again."""
 
 PROBE_EVERY_BYTES: Final = 1 << 20
-"""Where the kernel does not count pages, one byte in so many is asked for."""
+"""If the kernel does not count pages, one byte in this many is probed."""
 
 BRING_BYTES: Final = 256 << 10
-"""The page cache is asked for so much at once: of more at once, the kernel leaves out the rest."""
+"""How much to request for the page cache at once. The kernel ignores the rest of a larger
+request.
+"""
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _SYS_CACHESTAT: Final = 451
@@ -52,15 +54,15 @@ class DataFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open it. Raises OSError, also for what is no regular file."""
+        """Open it. Raises OSError, also if it is not a regular file."""
         self._path = path
-        # Without waiting for who might write into what is a pipe.
+        # Do not wait for a writer if it is a pipe.
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         self._direct = self._probe = -1
         try:
             status = os.fstat(self._file)
             if not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, "it is no regular file", str(path))
+                raise OSError(errno.EINVAL, "it is not a regular file", str(path))
             self.size = status.st_size
             self._direct = self._open_again(os.O_DIRECT)
         except BaseException:
@@ -68,7 +70,7 @@ class DataFile:
             raise
 
     def _open_again(self, flags: int) -> int:
-        """Open the same file once more; -1 if the system refuses, or another one is there now."""
+        """Open the same file again; -1 if the system refuses, or another file has its name now."""
         try:
             file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | flags)
         except OSError:
@@ -99,7 +101,7 @@ class DataFile:
     # --- what is in memory
 
     def is_cached(self, begin: int, end: int) -> bool:
-        """Tell whether most of a range is in the page cache. Asking reads nothing, or next to."""
+        """Whether most of a range is in the page cache. Reads nothing, or almost nothing."""
         end = min(end, self.size)
         if begin >= end:
             return False
@@ -109,7 +111,7 @@ class DataFile:
         return 2 * pages * PAGE_BYTES >= end - begin
 
     def _count_pages(self, begin: int, end: int) -> int | None:
-        """Return how many pages of a range are in memory; None if the kernel does not tell."""
+        """Return how many pages of a range are in memory; None if the kernel does not say."""
         # Of `struct cachestat_range` and `struct cachestat`, all fields are 64 bits.
         asked = (ctypes.c_uint64 * 2)(begin, end - begin)
         cached = (ctypes.c_uint64 * 5)()
@@ -123,14 +125,14 @@ class DataFile:
         return None if failed else int(cached[0])
 
     def _is_probably_cached(self, begin: int, end: int) -> bool:
-        """Ask for single bytes that must not be waited for. For kernels before 6.5, and for who may
+        """Try to read single bytes without waiting. For kernels before 6.5, and for users who may
         not count the pages of other people's files.
         """
         if self._probe < 0:
             self._probe = self._open_again(0)
             if self._probe < 0:
                 return False
-            # A byte that is not there is fetched for the next who asks; its neighbours need not be.
+            # The kernel may fetch a missing byte for the next reader, but not its neighbours.
             os.posix_fadvise(self._probe, 0, 0, os.POSIX_FADV_RANDOM)
         hits = asked = 0
         byte = bytearray(1)
@@ -147,8 +149,8 @@ class DataFile:
     # --- reading
 
     def bring(self, begin: int, end: int) -> None:
-        """Have the kernel begin to read a range into the page cache, what is not there yet; waits
-        only if the device has too much to do.
+        """Let the kernel begin to read the missing parts of a range into the page cache. Waits only
+        if the device has too much to do.
         """
         with suppress(OSError):
             for at in range(begin, end, BRING_BYTES):
@@ -171,12 +173,12 @@ class DataFile:
         """Fill the first `length` bytes of memory from an offset on, past the page cache.
 
         Args:
-            memory: begins on a page, and is a whole number of pages; what lies behind `length` is
+            memory: begins on a page, and is a whole number of pages; the bytes after `length` are
                 overwritten, too.
             at: a multiple of a page.
 
-        Where direct I/O is refused, and where it fails for another reason than the medium, the
-        page cache is used, and given back: then the error that is raised is the true one.
+        If direct I/O is refused, or fails for another reason than the medium, reads through the
+        page cache, and drops the pages afterwards. Then the raised error is the true one.
         """
         done = 0
         if self._direct >= 0:
@@ -187,7 +189,8 @@ class DataFile:
                 except OSError as error:
                     if error.errno == errno.EIO:
                         raise
-                    # It may say EINVAL where a read through the cache says why.
+                    # A direct read may only say EINVAL; a read through the cache gives the true
+                    # reason.
                     break
                 done += count
                 if not count or count % PAGE_BYTES:
@@ -207,13 +210,13 @@ class Buffer:
 
     Attributes:
         view: all of it.
-        address: of its first byte.
+        address: the address of its first byte.
     """
 
     def __init__(self, nbytes: int) -> None:
         self._mapping = mmap.mmap(-1, align(max(nbytes, 1), PAGE_BYTES))
         with suppress(OSError):
-            # Touched for the first time, small pages cost more than what is read into them.
+            # Touching small pages for the first time costs more than reading into them.
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._mapping)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
@@ -224,12 +227,12 @@ class OpenFiles:
 
     Args:
         checkpoint: its directory.
-        is_shared: tells of a range of a file whether another process reads it at about the same
-            time; it is then read through the page cache.
+        is_shared: whether another process reads a range of a file at about the same time; such a
+            range is read through the page cache.
 
     Attributes:
         failed: names of files that could not be read.
-        read_bytes: how much was read of all of them.
+        read_bytes: how much was read from all files.
     """
 
     def __init__(
@@ -241,23 +244,23 @@ class OpenFiles:
         self._is_shared = is_shared
         self._lock = threading.Lock()
         self._open: dict[str, DataFile] = {}
-        """The least recently used first."""
+        """Open files, the least recently used first."""
         self._needed: Counter[str] = Counter()
 
     def expect(self, names: Iterable[str]) -> None:
-        """Keep files open until each was let go as often as it is named here."""
+        """Keep each file open until `let_go` was called as often as the file is named here."""
         with self._lock:
             self._needed.update(names)
 
     def get(self, name: str) -> DataFile:
-        """Return a file, which stays open while it is expected to be needed. Raises OSError."""
+        """Return a file. It stays open as long as it is expected to be needed. Raises OSError."""
         with self._lock:
             found = self._open.pop(name, None) or DataFile(self._checkpoint / name)
             self._open[name] = found
             return found
 
     def let_go(self, name: str) -> None:
-        """Say that a file is needed once less."""
+        """Note that one of the expected uses of a file is over."""
         with self._lock:
             self._needed[name] -= 1
             idle = [each for each in self._open if self._needed[each] <= 0]
@@ -265,8 +268,8 @@ class OpenFiles:
                 self._open.pop(each).close()
 
     def is_cached(self, name: str, file: DataFile, begin: int, end: int) -> bool:
-        """Tell whether a range is to be read through the page cache: it is there, or on its way
-        for others, too.
+        """Whether to read a range through the page cache: it is there already, or other processes
+        want it, too.
         """
         if file.is_cached(begin, end):
             return True
@@ -276,7 +279,7 @@ class OpenFiles:
         return True
 
     def count(self, nbytes: int) -> None:
-        """Note that so much was read."""
+        """Add to the number of bytes read."""
         with self._lock:
             self.read_bytes += nbytes
 

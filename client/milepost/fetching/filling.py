@@ -1,9 +1,8 @@
-"""One block's bytes, checked and put where they are wanted.
+"""Checks one block's bytes and puts them where they are wanted.
 
-Owns the order of things within a block: a stretch is read, its checksum taken, its bytes copied
-while they are in the processor's cache. Bytes come past the page cache, through it, or from another
-rank; what is done with them is the same. Called by several threads at once, each with a block of
-its own.
+Owns the order of work within a block: read a stretch, compute its checksum, and copy its bytes
+while they are in the processor's cache. The bytes come past the page cache, through it, or from
+another rank; the work is the same. Several threads call it at once, each with its own block.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from milepost.fetching.tasks import BoxTask, RunTask, SmallTask
 from milepost.staging.streams import Streams
 
 STRAIGHT_BYTES: Final = 64 << 10
-"""What is in the page cache is read straight to where it goes, if it is so long; shorter runs are
-read together."""
+"""Runs in the page cache that are at least this long are read straight to their destination.
+Shorter runs are read together."""
 
 STEP_BYTES: Final = 1 << 20
-"""How much is read, checked and copied before the next is."""
+"""How much to read, check and copy at a time."""
 
 
 class BlockFilling:
     """What the blocks of one fetch have in common.
 
     Attributes:
-        touched: by tensor read, whether its memory was written to.
-        strange: tensor reads whose container is not the expected one, or holds a payload with
-            another checksum than it says: to be looked at closely.
+        touched: for each tensor read, whether its memory was written to.
+        strange: tensor reads whose container is not the expected one, or names another checksum
+            than its payload has. They are read again, one by one.
     """
 
     def __init__(
@@ -58,8 +57,8 @@ class BlockFilling:
         self.strange: set[int] = set()
         self._is_checked = is_checked
         self._streams_of = streams_of
-        # Many small tensors are the interpreter's work: threads that take turns at it by the GIL
-        # would wait for one another more than work.
+        # Many small tensors mean work for the interpreter. Threads that share the GIL would wait
+        # for one another more than they work.
         self._one_by_one = threading.Lock()
 
     def fill(
@@ -69,10 +68,10 @@ class BlockFilling:
 
         Args:
             view, address: memory for the block's bytes, the first one at its start.
-            through: None if the bytes are there; else they are read from this file, through the
-                page cache, where they go or into `view`.
+            through: None if the bytes are in `view` already. Otherwise the file from which to read
+                them through the page cache, to their destination or into `view`.
 
-        Raises OSError; what torch raises for memory that elements cannot be copied to.
+        Raises OSError, and torch's exceptions for memory to which it cannot copy.
         """
         wrong = self._pass(block, view, address, through)
         if block.smalls:
@@ -86,7 +85,7 @@ class BlockFilling:
             if not _overlaps(elements, wrong):
                 self._put(elements, block.begin, block.end, address)
         for whole in block.wholes:
-            # What is wrong is looked at once more, by who sees that the check has failed.
+            # The caller looks at failed checks and reads their ranges again.
             if not _overlaps(whole, wrong):
                 low, high = max(whole.begin, block.begin), min(whole.end, block.end)
                 whole.put(low, view[low - block.begin : high - block.begin])
@@ -97,15 +96,17 @@ class BlockFilling:
             self._put_small(small, memoryview(memory), address_in(memory), small.begin)
 
     def give_element(self, elements: BoxTask, begin: int, end: int, address: int) -> None:
-        """Copy an element that was gathered from two blocks; its memory goes when this returns."""
+        """Copy an element that was gathered from two blocks; its memory is freed after this
+        call.
+        """
         self.touched[elements.read] = 1
         elements.put(begin, end, address, _copy_now)
 
     def _pass(
         self, block: FileBlock, view: memoryview, address: int, through: DataFile | None
     ) -> list[Check]:
-        """Read, if that is to be done, compare, and copy runs, a step at a time. Returns what has
-        turned out to be wrong: it is not copied, unless it was read straight to where it goes.
+        """Read (if necessary), compare, and copy runs, a step at a time. Returns the checks that
+        failed. Their bytes are not copied, unless they were read straight to their destination.
         """
         runs = sorted(block.runs)
         straight = _straight(block, runs) if through is not None else []
@@ -136,7 +137,7 @@ class BlockFilling:
         return wrong
 
     def _copy_runs(self, runs: list[RunTask], begin: int, end: int, base: int) -> None:
-        """Copy what of the runs lies between two places; base: where the file would begin in
+        """Copy the parts of runs that lie between two places. base: where the file would begin in
         memory.
         """
         for run in runs:
@@ -185,9 +186,7 @@ def _copy_now(memory: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _straight(block: FileBlock, runs: list[RunTask]) -> list[RunTask]:
-    """Return the runs that are long, and the only ones who want their part of the block, cut to
-    it.
-    """
+    """Return, cut to the block, the long runs whose part of the block no other task wants."""
     parts = [
         RunTask(low, high, run.address + low - run.begin, run.read)
         for run in runs
@@ -211,9 +210,9 @@ def _straight(block: FileBlock, runs: list[RunTask]) -> list[RunTask]:
 
 
 def _steps(block: FileBlock, checks: Iterable[Check], straight: Iterable[RunTask]) -> list[int]:
-    """Return where the steps through a block begin, and its end: wherever a checksum or a run
-    begins or ends, and often enough that a step's bytes are still in the cache when they are
-    copied.
+    """Return where the steps through a block begin, and the block's end. A step begins wherever
+    a checksum or a run begins or ends. Steps are so short that their bytes are still in the
+    processor's cache when they are copied.
     """
     first = block.begin // STEP_BYTES * STEP_BYTES + STEP_BYTES
     points = {block.begin, block.end, *range(first, block.end, STEP_BYTES)}
@@ -225,8 +224,8 @@ def _steps(block: FileBlock, checks: Iterable[Check], straight: Iterable[RunTask
 def _continue(
     active: list[tuple[Check, int, int]], part: memoryview, end: int, wrong: list[Check]
 ) -> list[tuple[Check, int, int]]:
-    """Go on with checksums over the next part of a block, and return those that go on beyond. Those
-    that are complete, and not right, are added to `wrong`.
+    """Continue checksums over the next part of a block; return those that go on beyond it. Adds
+    complete ones that differ to `wrong`.
     """
     left = []
     for check, since, crc in active:

@@ -1,6 +1,6 @@
-"""A checkpoint's index as it is read for a load, and from what is wanted to reads of its chunks.
+"""A checkpoint's index as a load reads it, and the reads of chunks for what is wanted.
 
-Columns where the manifest carries those of this very `.metadata`, else columns made of it.
+Uses the manifest's columns if they belong to this `.metadata`; otherwise makes columns from it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from milepost.wire.offers import Box
 
 
 class Destination(NamedTuple):
-    """A box of a tensor, and the memory it is to fill; `memory` has the box's sizes."""
+    """A box of a tensor, and the memory to fill with it; `memory` has the box's sizes."""
 
     key: str
     offsets: Box
@@ -50,12 +50,12 @@ class Destination(NamedTuple):
 
 
 class CheckpointIndex:
-    """What a checkpoint says of itself.
+    """What a checkpoint says about itself.
 
     Attributes:
         columns: its index.
-        manifest: its manifest, blobs left out; None without one.
-        damage: what is wrong with manifest or `.metadata`, or nothing.
+        manifest: its manifest without blobs; None if there is none.
+        damage: what is wrong with manifest or `.metadata`, or empty.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class CheckpointIndex:
         )
 
     def tensor_reads(self, wanted: Iterable[Destination]) -> list[TensorRead]:
-        """Return the reads that fill memory; several for what lies in several chunks.
+        """Return the reads that fill memory; several for a box that lies in several chunks.
 
-        Raises CorruptCheckpoint for elements that no chunk holds or no file, KeyError for unknown
-        keys, UsageError for those of objects.
+        Raises CorruptCheckpoint for elements that no chunk or no file holds, KeyError for unknown
+        keys, UsageError for keys of objects.
         """
         columns, reads = self.columns, list[TensorRead]()
         numbers, counts, firsts, sizes = (
@@ -140,7 +140,9 @@ class CheckpointIndex:
             yield TensorRead(key, blob, dtype, chunks.sizes_of(chunk), stored_at, extent, part)
 
     def object_reads(self, keys: Iterable[str]) -> list[ObjectRead]:
-        """Return the reads of objects. Raises CorruptCheckpoint for one that no file holds."""
+        """Return the reads of objects. Raises CorruptCheckpoint for an object that no file
+        holds.
+        """
         columns = self.columns
         return [ObjectRead(key, self._blob(key, columns.firsts[columns.numbers[key]]))
                 for key in keys]  # fmt: skip
@@ -155,10 +157,10 @@ class CheckpointIndex:
 
 
 def read_index(checkpoint: Path, *, allow_pickle: bool = False) -> CheckpointIndex:
-    """Read a checkpoint's index, by the manifest's columns where they are those of `.metadata`.
+    """Read a checkpoint's index, from the manifest's columns if they belong to `.metadata`.
 
-    What is wrong with the manifest, or does not agree, is the result's `damage`; then the index is
-    what `.metadata` says. `allow_pickle` is as for `read_metadata`, and so is what is raised.
+    If the manifest is damaged or does not agree, the result's `damage` says so, and the index comes
+    from `.metadata`. `allow_pickle` and the exceptions are those of `read_metadata`.
     """
     summary, damage = _read_summary(checkpoint)
     if summary is not None and summary.index_crc >= 0:
@@ -180,7 +182,7 @@ def read_index(checkpoint: Path, *, allow_pickle: bool = False) -> CheckpointInd
 
 
 def _read_summary(checkpoint: Path) -> tuple[Summary | None, str]:
-    """Return the manifest without its blobs, if it can be read, and else why not."""
+    """Return the manifest without its blobs, or why it cannot be read."""
     try:
         return read_summary(checkpoint), ""
     except CorruptCheckpoint as error:
@@ -191,19 +193,19 @@ def _read_summary(checkpoint: Path) -> tuple[Summary | None, str]:
 
 
 def _compare(checkpoint: Path, written: int) -> str:
-    """Return what is wrong with `.metadata`, by the checksum that the manifest has of it."""
+    """Return what is wrong with `.metadata` according to the checksum in the manifest."""
     try:
         found = isal_zlib.crc32(read_regular(checkpoint / METADATA_NAME))
     except OSError as error:
-        # Whoever reads it as an index says more.
+        # The code that reads it as an index reports more.
         return f"{METADATA_NAME}: {error}"
     if found == written:
         return ""
-    return f"{METADATA_NAME}: its checksum is {found:08x}, the manifest has {written:08x}"
+    return f"{METADATA_NAME}: its checksum is {found:08x}, but the manifest has {written:08x}"
 
 
 def _crcs(columns: Columns, manifest: Manifest) -> Sequence[int]:
-    """Return the checksum of each chunk's container, -1 where the manifest has none."""
+    """Return the checksum of each chunk's container; -1 if the manifest has none for it."""
     files = [manifest.files[file] for file in manifest.files_of]
     known = dict(
         zip(

@@ -1,7 +1,7 @@
 """Which stored chunks hold a wanted box of a tensor, and where a box lies in a chunk's bytes.
 
-Pure arithmetic over offsets and sizes; no torch, no files. A *chunk* is a stored box, an *overlap*
-what a chunk and a wanted box have in common. BoxTask count in row-major order.
+Pure arithmetic over offsets and sizes; no torch, no files. A *chunk* is a stored box. An *overlap*
+is the common part of a chunk and a wanted box. Elements are counted in row-major order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from milepost.wire.offers import Box
 
 
 class Intersection(NamedTuple):
-    """What a chunk and a wanted box have in common."""
+    """The common part of a chunk and a wanted box."""
 
     chunk: int
     """Index of the chunk."""
@@ -29,7 +29,9 @@ class Intersection(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """Chunks in the order in which they begin along the dimension that tells most of them apart."""
+    """Chunks ordered by where they begin along one dimension: the one in which most of them
+    differ.
+    """
 
     dim: int
     indices: list[int]
@@ -41,9 +43,9 @@ class Chunks:
     """The stored chunks of one tensor, as columns.
 
     Args:
-        offsets: by dimension, where each chunk begins.
-        sizes: by dimension, how long each is.
-        count: how many there are; a scalar has no dimensions, and one chunk.
+        offsets: for each dimension, where each chunk begins.
+        sizes: for each dimension, the length of each chunk.
+        count: the number of chunks. A scalar has no dimensions and one chunk.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Chunks:
 
     @classmethod
     def of(cls, boxes: Sequence[tuple[Box, Box]]) -> Chunks:
-        """Return the chunks that are these boxes, each offsets and sizes."""
+        """Return chunks made from these boxes, each as (offsets, sizes)."""
         return cls(
             list(zip(*(at for at, _ in boxes), strict=True)),
             list(zip(*(sizes for _, sizes in boxes), strict=True)),
@@ -63,7 +65,7 @@ class Chunks:
         )
 
     def overlaps(self, offsets: Box, sizes: Box) -> list[Intersection]:
-        """Return what the chunks have in common with a box, where that is not empty.
+        """Return the non-empty common parts of the chunks and a box.
 
         `O(log n)` in the number of chunks for usual shardings, after the first call has sorted
         them.
@@ -113,7 +115,7 @@ class Chunks:
 
 
 def missing(sizes: Box, overlaps: Sequence[Intersection]) -> int:
-    """Return how many elements of a box no chunk holds, if no two chunks hold the same."""
+    """Return how many elements of a box no chunk holds; chunks must not overlap."""
     return prod(sizes) - sum(prod(overlap.sizes) for overlap in overlaps)
 
 
@@ -121,8 +123,8 @@ def missing(sizes: Box, overlaps: Sequence[Intersection]) -> int:
 
 
 def flat_range(chunk: Box, at: Box, sizes: Box) -> tuple[int, int] | None:
-    """Return first element and number of elements of a box that lies in one run in its chunk; None
-    if it does not.
+    """Return first element and number of elements of a box that is one run in its chunk; None if it
+    is not.
 
     Args:
         chunk: the chunk's sizes.
@@ -142,7 +144,7 @@ def flat_range(chunk: Box, at: Box, sizes: Box) -> tuple[int, int] | None:
 
 
 def flat_spans(chunk: Box, at: Box, sizes: Box, gap: int) -> Iterator[tuple[int, int]]:
-    """Yield first element and number of elements of spans that hold a box, ascending; elements
+    """Yield first element and number of elements of spans that cover a box, ascending. Elements
     between two of its runs belong to a span if there are at most `gap` of them.
 
     chunk, at, sizes: as for `flat_range`.
@@ -166,10 +168,10 @@ def flat_spans(chunk: Box, at: Box, sizes: Box, gap: int) -> Iterator[tuple[int,
 def boxes_within(
     chunk: Box, at: Box, sizes: Box, begin: int, end: int
 ) -> Iterator[tuple[Box, Box]]:
-    """Yield the parts of a box whose elements are among those from `begin` to `end` of its chunk,
-    each as where it begins in the chunk, and its sizes.
+    """Yield the parts of a box that lie between elements `begin` and `end` of its chunk, each as
+    (where it begins in the chunk, sizes).
 
-    Together they are all of them; at most two for each dimension.
+    There are at most two parts for each dimension.
     """
     begin, end = max(begin, 0), min(end, prod(chunk))
     if begin >= end or 0 in sizes:
@@ -178,7 +180,7 @@ def boxes_within(
         yield (), ()
         return
     row, low, high = prod(chunk[1:]), at[0], at[0] + sizes[0]
-    # Rows of which all elements are among them, and those at either end of which some are.
+    # Whole rows, and the rows at either end that lie there in part.
     first, over = -(-begin // row), end // row
     cut = {begin // row} if begin % row else set()
     if end % row:

@@ -1,9 +1,9 @@
 """The other ranks of this host that load the same checkpoint, and what they are about to read.
 
-What several of them want is read through the page cache: whoever comes first brings it there, and
-the kernel sees to it that nobody reads it twice. The ranks only tell one another what they want, so
-that all the rest is read past the page cache. Nobody waits for anybody: what a rank does not know
-of the others it reads for itself. See docs/design/0011-once-per-node.md.
+Bytes that several ranks want are read through the page cache: the first rank brings them there, and
+the kernel ensures that nobody reads them twice. The ranks only tell one another what they want, so
+that everything else is read past the page cache. No rank waits for another: if a rank does not know
+what the others want, it reads for itself. See docs/design/0011-once-per-node.md.
 
 Sources: random(4) on boot_id, posix_fadvise(2).
 """
@@ -31,21 +31,25 @@ from milepost.link.rendezvous import Group, Store
 log = logging.getLogger("milepost")
 
 GRAIN_BYTES: Final = 1 << 20
-"""What ranks tell one another is rounded out to so much: as much as is read for one checksum."""
+"""Ranges that ranks tell one another are rounded out to this size, which is read for one
+checksum.
+"""
 
 RUNS_MAX: Final = 20_000
-"""How many runs of grains a rank tells the others; gaps between more are filled."""
+"""How many runs of grains a rank tells the others. If there are more, gaps between them are
+filled.
+"""
 
 Run = tuple[int, int]
-"""First grain, and the one behind the last."""
+"""First grain, and the grain after the last one."""
 
 
 class Neighbours:
-    """What one rank tells the others and hears of them, for one load.
+    """What one rank tells the others and hears from them, for one load.
 
     Args:
         group: the ranks that load together.
-        topic: names the load in the group's store; never used before.
+        topic: identifies the load in the group's store; never used before.
         checkpoint: its directory.
 
     `tell`, then, once all ranks of the group have done so, `listen`; at the end `close`, when no
@@ -57,10 +61,10 @@ class Neighbours:
         self._topic = topic
         self._checkpoint = checkpoint
         self._place = ""
-        """Of the others on this host, in the store."""
+        """Prefix of this host's keys in the store."""
         self._key = ""
         self._wanted: dict[str, tuple[list[int], list[int]]] = {}
-        """By file, where the runs begin and end that others want."""
+        """For each file, where the runs that others want begin and end."""
         self._brought: list[tuple[str, int, int]] = []
 
     def __enter__(self) -> Neighbours:
@@ -86,7 +90,7 @@ class Neighbours:
     ) -> None:
         """Tell the others on this host what this rank is about to read.
 
-        is_in_parts: tells of a file whether of a large container only a part may be read.
+        is_in_parts: whether a part of a large container in a file may be read alone.
         """
         if self._store is None:
             return
@@ -99,7 +103,7 @@ class Neighbours:
             self._alone(error)
 
     def listen(self) -> None:
-        """Hear what the others have told. Idempotent."""
+        """Read what the others have told. Idempotent."""
         store, place, self._place = self._store, self._place, ""
         if store is None or not place:
             return
@@ -117,15 +121,15 @@ class Neighbours:
             self._wanted[file] = [begin for begin, _ in merged], [end for _, end in merged]
 
     def _take(self, store: Store, key: str) -> dict[str, list[int]]:
-        # A rank that has left has taken back what it told; one may have died before it told it.
+        # A rank that has left has deleted its message; another may have died before it sent one.
         if key == self._key or not store.check([key]):
             return {}
         told: dict[str, list[int]] = msgpack.unpackb(store.get(key))
         return told
 
     def is_shared(self, file: str, begin: int, end: int) -> bool:
-        """Tell whether another rank wants something of a range, too. What is shared is to be read
-        through the page cache, and is let go by `close`. Thread-safe.
+        """Whether another rank wants a part of a range, too. Read such a range through the page
+        cache; `close` drops it from there. Thread-safe.
         """
         starts, ends = self._wanted.get(file, ((), ()))
         first = bisect_right(ends, begin // GRAIN_BYTES)
@@ -135,7 +139,7 @@ class Neighbours:
         return True
 
     def close(self) -> None:
-        """Have the kernel drop what this rank has brought into the page cache. Idempotent."""
+        """Let the kernel drop what this rank has brought into the page cache. Idempotent."""
         brought, self._brought = self._brought, []
         by_file: dict[str, list[Run]] = {}
         for file, begin, end in brought:
@@ -154,12 +158,13 @@ class Neighbours:
             self._key = ""
 
     def _alone(self, error: Exception) -> None:
-        log.info("what other ranks of this host read, too, is read by each of them: %s", error)
+        log.info("each rank of this host reads for itself what several of them want: %s", error)
 
 
 def page_cache_of(directory: Path) -> str:
-    """Return the same for two processes if they find the directory's files in the same page cache:
-    a kernel runs once, and knows the directory by device and number. Raises OSError.
+    """Return a name for the page cache that holds a directory's files. It is the same for two
+    processes that share this page cache: it names the boot of the kernel, the device and the inode.
+    Raises OSError.
     """
     status = os.stat(directory)
     kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -188,8 +193,8 @@ def _pack(reads: Iterable[TensorRead | ObjectRead], is_in_parts: Callable[[str],
 
 
 def _range_of(read: TensorRead) -> Run:
-    """Return about what is read of a file: from the box's first element to its last, with what is
-    around the payload.
+    """Return roughly what is read of a file: from the box's first element to its last, with the
+    bytes around the payload.
     """
     begin, length = read.blob.offset, read.blob.length
     if read.sizes == read.chunk or 0 in read.sizes or length <= GRAIN_BYTES:
@@ -202,7 +207,7 @@ def _range_of(read: TensorRead) -> Run:
 
 
 def _merge(runs: Iterable[Run], gap: int) -> list[Run]:
-    """Return runs that hold all given ones, ascending, more than `gap` apart."""
+    """Return runs that cover all given ones, ascending, and more than `gap` apart."""
     merged: list[Run] = []
     for begin, end in sorted(runs):
         if merged and begin <= merged[-1][1] + gap:

@@ -1,9 +1,9 @@
-"""From what is wanted of blobs to the tasks of each file: where payloads lie, what is read, and
-what it is compared with.
+"""From wanted blobs to the tasks of each file: where payloads lie, what to read, and with which
+checksums to compare it.
 
-Owns the decision how a container is opened. One that milepost wrote, and a small one of stock
-torch's, is expected to be the one that `container.template` makes, which its first bytes prove; any
-other is looked at first, at its ends if it is large, in memory if it is small.
+Decides how to open a container. A container of milepost, and a small one of stock torch, is
+expected to be what `container.template` makes; its first bytes prove it. Any other container is
+examined first: a large one at its ends, a small one in memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from milepost.fetching.tasks import GAP_BYTES, FilePlan, SmallTask, copy_box, pu
 from milepost.wire.offers import Box
 
 SMALL_BYTES: Final = 1 << 20
-"""Containers up to this length are read as a whole, whatever is wanted of them."""
+"""Containers up to this length are read completely, whatever part is wanted."""
 
 _Widen: TypeAlias = Callable[[int, int], Range]
 
@@ -54,17 +54,17 @@ class FetchPlanner:
     """Plans one pass over the files of a checkpoint.
 
     Args:
-        tensors, objects: all that is wanted.
-        checksums: what the manifest tells.
-        sizes: by file, how long it is; a file that is not there is not among them.
-        read_few: for the ends of large containers.
-        is_checked: whether checksums are compared.
-        touched: by tensor read, whether its memory was written to.
+        tensors, objects: everything that is wanted.
+        checksums: the manifest's.
+        sizes: the length of each file; missing files are left out.
+        read_few: reads the ends of large containers.
+        is_checked: whether to compare checksums.
+        touched: for each tensor read, whether its memory was written to.
 
     Attributes:
-        damages: what was found, while planning and by what planned tasks do later.
-        unchecked: keys of what has no checksum.
-        contents: of the objects, by number; filled by the tasks.
+        damages: what was found during planning, and later by the planned tasks.
+        unchecked: keys without a checksum.
+        contents: the objects' bytes, by number; the tasks fill them.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class FetchPlanner:
         self._is_checked = is_checked
         self._touched = touched
         self._whole_blobs: dict[str, dict[Blob, str]] = {}
-        """By file the containers that are read as a whole, with their keys; small ones apart."""
+        """For each file, the large containers that are read completely, with their keys."""
         self._templates: dict[tuple[Box, torch.dtype, int], ContainerTemplate | None] = {}
         """By sizes, dtype and the container's length."""
         self._plans: dict[str, FilePlan] = {}
@@ -105,8 +105,8 @@ class FetchPlanner:
         """Plan these reads.
 
         Args:
-            when_strange: told the number of each tensor read whose container is not the expected
-                one. None: expect nothing, and compare containers, not stretches.
+            when_strange: called with the number of each tensor read whose container is not the
+                expected one. None: expect nothing, and compare containers instead of stretches.
         """
         is_close = when_strange is None
         expects = not is_close and (self._checksums.is_known or self._is_usual())
@@ -140,8 +140,8 @@ class FetchPlanner:
             return around
 
     def _is_usual(self) -> bool:
-        """Tell whether a checkpoint without a manifest has containers as this torch makes them: by
-        the first one.
+        """Whether a checkpoint without a manifest has containers as this torch makes them. Judges
+        by the first one.
         """
         for read in self._tensors:
             around = self._expected(read)
@@ -155,7 +155,7 @@ class FetchPlanner:
         return blob.offset >= 0 and blob.length > 0 and blob.offset + blob.length <= size
 
     def _is_inside(self, key: str, blob: Blob) -> bool:
-        """Tell whether a blob lies in its file; if not, that is damage."""
+        """Whether a blob lies in its file; if not, note the damage."""
         if self._is_there(blob):
             return True
         if blob.file in self._sizes:
@@ -173,10 +173,10 @@ class FetchPlanner:
     # --- containers as they are expected
 
     def _plan_smalls(self, tensors: Iterable[int]) -> list[int]:
-        """Plan all small containers of which one run of bytes is wanted, in host memory; return the
+        """Plan all small containers of which one run of bytes is wanted in host memory; return the
         other reads.
 
-        Written out, with each question asked once: there may be tens of thousands.
+        The code is written out and makes each check once, since there may be tens of thousands.
         """
         reads, templates, others = self._tensors, self._templates, list[int]()
         is_known, plain, strided, file = self._checksums.is_known, PLAIN, torch.strided, ""
@@ -231,7 +231,7 @@ class FetchPlanner:
         around: ContainerTemplate,
         when_strange: Callable[[int], None],
     ) -> None:
-        """Plan a large container of ours: what is wanted of its payload, and its first bytes."""
+        """Plan a large container of ours: the wanted part of its payload, and its first bytes."""
         blob = read.blob
         begin, end = blob.offset, blob.offset + blob.length
         plan, stretches = self._plan_of(blob.file), self._checksums.stretches(blob.file)
@@ -288,7 +288,7 @@ class FetchPlanner:
     def _plan_stored(
         self, plan: FilePlan, blob: Blob, numbers: list[int], stored: StoredTensor
     ) -> None:
-        """Plan what is wanted of a large payload that was found."""
+        """Plan the wanted part of a large payload that was found."""
         begin = blob.offset + stored.payload_at
         end = begin + stored.payload_bytes
         order = storage_order(stored.size, stored.stride)
@@ -318,7 +318,7 @@ class FetchPlanner:
             )
 
     def _fits(self, read: TensorRead, size: Box) -> bool:
-        """Tell whether a container holds a tensor of the size that the index says."""
+        """Whether a container holds a tensor of the size that the index says."""
         if size == read.chunk:
             return True
         text = (
@@ -391,7 +391,7 @@ class FetchPlanner:
             if not self._is_checked or self._checksums.is_known:
                 return
             try:
-                # A planner of one's own may have written anything.
+                # A user's planner may have written anything.
                 if not looks_like_an_archive(data) or not check_archive(data):
                     self.unchecked.append(key)
             except ArchiveError as error:
@@ -404,14 +404,14 @@ class FetchPlanner:
     # --- checksums
 
     def _close(self, plan: FilePlan, is_close: bool) -> None:
-        """Settle what is read, and what of it is compared with the manifest: stretches, and the
-        containers that lie in none that is read as a whole.
+        """Settle what to read, and what to compare with the manifest: whole stretches, and the
+        containers outside of them.
         """
         file_bytes = self._sizes[plan.name]
         plan.smalls.sort()
         spans = merge(chain(plan.wanted, map(_RANGE, plan.smalls)))
         if spans and self._checksums.is_known and file_bytes - spans[-1][1] <= GAP_BYTES:
-            # Then the last stretch is whole.
+            # So that the last stretch is whole.
             spans[-1] = spans[-1][0], file_bytes
         plan.spans = spans
         if not self._is_checked or not self._checksums.is_known:
@@ -444,7 +444,7 @@ _RANGE: Final = itemgetter(0, 1)
 
 
 def _is_within(begin: int, end: int, starts: list[int], covered: list[Range]) -> bool:
-    """Tell whether a range lies within one of those that are covered, whose starts these are."""
+    """Whether a range lies within one of the covered ranges; `starts` are where these begin."""
     at = bisect_right(starts, begin) - 1
     return at >= 0 and end <= covered[at][1]
 
@@ -458,7 +458,7 @@ def _always(begin: int, end: int) -> Callable[[int, int], Range]:
 
 
 def _expected(read: TensorRead) -> ContainerTemplate | None:
-    """Return the container that a chunk is expected to have; None if its length is another one."""
+    """Return the container that a chunk is expected to have; None if its length differs."""
     if prod(read.chunk) * read.dtype.itemsize >= read.blob.length:
         return None
     try:
@@ -485,10 +485,10 @@ def _find_in(view: memoryview, read: TensorRead) -> StoredTensor | None:
 
 
 def _load(memory: bytearray) -> torch.Tensor:
-    """Have torch read a tensor of a kind that is not known here. Raises ArchiveError."""
+    """Let torch read a tensor of a kind that this module does not know. Raises ArchiveError."""
     try:
         loaded = torch.load(io.BytesIO(memory), map_location="cpu", weights_only=True)
-    # What torch raises depends on what the archive says.
+    # torch may raise anything, depending on the archive.
     except Exception as error:
         text = str(error).splitlines()[:1]
         raise ArchiveError(f"{type(error).__name__}: {''.join(text)}") from error
@@ -502,5 +502,5 @@ def _not_whole(blob: Blob, error: ArchiveError) -> str:
 
 
 def unreadable(error: OSError) -> str:
-    """Return what is said of a file that the system would not read."""
+    """Return the text for a file that the system does not read."""
     return f"cannot be read: {str(error.strerror or error).lower()}"

@@ -1,7 +1,7 @@
-"""What is asked of a fetch, and what it answers.
+"""The requests to a fetch, and its answer.
 
-Neutral: a caller that has an index of any kind says which box of which stored chunk goes into which
-memory, and which blobs are wanted as they are.
+Independent of the kind of index: the caller says which box of which stored chunk goes into which
+memory, and which blobs it wants unchanged.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from milepost.wire.offers import Box
 
 
 class Blob(NamedTuple):
-    """Where a container lies, and the CRC-32 of all of it, -1 if that is not known. `file` is
-    relative to the checkpoint.
+    """Where a container lies, and the CRC-32 of the whole container; -1 if it is not known. `file`
+    is relative to the checkpoint.
     """
 
     file: str
@@ -43,7 +43,7 @@ class TensorRead(NamedTuple):
 
 
 class ObjectRead(NamedTuple):
-    """A blob that is wanted as it is."""
+    """A blob that is wanted unchanged."""
 
     key: str
     blob: Blob
@@ -59,14 +59,16 @@ class FoundDamage(NamedTuple):
 
 @dataclass
 class Fetched:
-    """What a fetch did. Objects are there, and memory is right, only if there is no damage."""
+    """The result of a fetch. Objects are complete, and memory is right, only if there is no
+    damage.
+    """
 
     damages: list[FoundDamage] = field(default_factory=list)
     touched: list[int] = field(default_factory=list)
-    """Which tensor reads have written to their memory, ascending."""
+    """The tensor reads that have written to their memory, ascending."""
     objects: list[bytes] = field(default_factory=list)
-    """By object read."""
+    """The bytes of each object read."""
     unchecked: list[str] = field(default_factory=list)
-    """Keys of what was read and has no checksum."""
+    """Keys that were read and have no checksum."""
     read_bytes: int = 0
     """How much was read from files, past the page cache or through it."""

@@ -1,8 +1,8 @@
-"""What is to be done with the bytes of one file, as tasks by where the bytes lie.
+"""What to do with the bytes of one file, as tasks.
 
-A task names a range of the file and what becomes of it. All but `SmallTask` may be served in parts:
-a file is read in blocks, which end where they end. `FilePlan` gathers tasks; it opens and reads
-nothing.
+A task names a range of the file and what to do with it. All tasks except `SmallTask` may be served
+in parts, since a file is read in blocks that may end anywhere. `FilePlan` gathers tasks; it opens
+and reads nothing.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from milepost.fetching.intersection import boxes_within, flat_range, flat_spans
 from milepost.wire.offers import Box
 
 GAP_BYTES: Final = 64 << 10
-"""Between two wanted ranges so much is read along: it takes less time than another call."""
+"""Gaps up to this length between two wanted ranges are read, too: that is faster than another
+call.
+"""
 
 
 class SmallTask(NamedTuple):
-    """A small container, of whose payload a run goes into contiguous host memory.
+    """A small container; a run of its payload goes into contiguous host memory.
 
-    begin, end: the container in the file. prefix: what it begins with if its payload is where it is
-    expected. at, nbytes: the run in the file. crc_at: where in the file the payload's CRC stands; 0
-    if it is checked otherwise. payload_bytes: of all of the payload, which ends where its CRC's
-    descriptor begins.
+    begin, end: the container in the file. prefix: how it begins if its payload is at the expected
+    place. at, nbytes: the run in the file. crc_at: where in the file the payload's CRC is; 0 if it
+    is checked in another way. payload_bytes: the length of the whole payload, which ends where the
+    descriptor with its CRC begins.
     """
 
     begin: int
@@ -52,7 +54,7 @@ class SmallTask(NamedTuple):
 
 
 class RunTask(NamedTuple):
-    """A range that goes into contiguous host memory as it is."""
+    """A range that goes into contiguous host memory unchanged."""
 
     begin: int
     end: int
@@ -61,12 +63,12 @@ class RunTask(NamedTuple):
 
 
 class BoxTask:
-    """A box of a payload that goes element by element: to memory that is not contiguous, of another
-    dtype or on a device.
+    """A box of a payload that is copied element by element: to memory that is not contiguous, has
+    another dtype, or is on a device.
 
     begin, end: the range of the file that holds the box. origin: where the chunk's first element
-    would be. chunk, at, sizes: the chunk's sizes in the order in which it lies in the file, and the
-    box within it. memory: has the box's sizes, in the same order.
+    would be in the file. chunk, at, sizes: the chunk's sizes, dimensions in the order of the file,
+    and the box within it. memory: has the box's sizes, in the same order.
     """
 
     __slots__ = ("_strides", "at", "begin", "chunk", "dtype", "end", "memory", "origin", "read",
@@ -101,11 +103,11 @@ class BoxTask:
         address: int,
         give: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> None:
-        """Copy the elements that lie wholly between two places of the file.
+        """Copy the elements that lie completely between two places of the file.
 
         Args:
-            address: where in memory what lies at `begin` is.
-            give: copies, at once or in a device's queue.
+            address: the address in memory of the byte at `begin`.
+            give: copies at once, or in a device's queue.
         """
         nbytes = self.dtype.itemsize
         low, high = max(begin, self.begin), min(end, self.end)
@@ -123,7 +125,9 @@ class BoxTask:
             )
 
     def cut_element(self, place: int) -> tuple[int, int] | None:
-        """Return the range of the element that a cut of the file there would divide, if any."""
+        """Return the range of the element that a cut at this place would divide, if there is
+        one.
+        """
         over = (place - self.origin) % self.dtype.itemsize
         if not over or not self.begin < place < self.end:
             return None
@@ -131,8 +135,8 @@ class BoxTask:
 
 
 class WholeTask:
-    """A range that is needed at once: gathered in memory of its own, and handed over when all of it
-    is there, by whichever thread brought the last part.
+    """A range that is needed as a whole. It is gathered in memory of its own; the thread that
+    brings the last part hands it over.
     """
 
     __slots__ = ("_left", "_lock", "_memory", "begin", "done", "end")
@@ -146,7 +150,7 @@ class WholeTask:
         self._memory: bytearray | None = None
 
     def put(self, at: int, part: memoryview) -> None:
-        """Add what lies in the file from `at` on; each byte once."""
+        """Add bytes of the file from `at` on; add each byte once."""
         with self._lock:
             if self._memory is None:
                 self._memory = bytearray(self.end - self.begin)
@@ -171,7 +175,7 @@ class FilePlan:
     wholes: list[WholeTask] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     wanted: list[tuple[int, int]] = field(default_factory=list)
-    """Ranges to be read beside `smalls`; they may overlap."""
+    """Ranges to read besides `smalls`; they may overlap."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     """All that is to be read, ascending and apart; set when all is planned. `smalls` are sorted
     then."""
@@ -191,8 +195,8 @@ class FilePlan:
 
         Args:
             origin: where the payload begins in the file.
-            chunk, at, sizes: as of `BoxTask`; the box is not empty.
-            widen: returns the range to read for a range that is needed.
+            chunk, at, sizes: as in `BoxTask`; the box is not empty.
+            widen: returns the range to read for a needed range.
         """
         address, nbytes = address_of(memory, dtype), dtype.itemsize
         flat = flat_range(chunk, at, sizes) if address else None
@@ -207,7 +211,7 @@ class FilePlan:
             self.wanted.append(widen(begin, begin + count * nbytes))
 
     def add_whole(self, begin: int, end: int, done: Callable[[bytearray], None]) -> None:
-        """Plan a range that is needed at once."""
+        """Plan a range that is needed as a whole."""
         self.wanted.append((begin, end))
         if begin == end:
             done(bytearray())
@@ -219,7 +223,7 @@ def put_view(
     payload: bytearray, dtype: torch.dtype, size: Box, stride: Box, offset: int,
     at: Box, sizes: Box, memory: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Copy a box of a tensor that is any view of its payload. Raises what torch raises."""
+    """Copy a box of a tensor that is any view of its payload. Raises torch's exceptions."""
     count = len(payload) // dtype.itemsize
     flat = (
         torch.frombuffer(payload, dtype=dtype, count=count)

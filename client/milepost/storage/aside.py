@@ -1,12 +1,12 @@
 """Checkpoints that lose their name: put aside while another save replaces them, given their name
 back, or deleted.
 
-A replacement is two renames: the old checkpoint goes below `.partial`, the new one gets the name. A
-file, the *intent*, is durable before the first and goes after the second. Whoever finds one with
-the name free finishes the replacement or undoes it (`settle`).
+A replacement is two renames: the old checkpoint moves below `.partial`, then the new one gets the
+name. A file, the *intent*, is made durable before the first rename and removed after the second. If
+a daemon finds an intent whose name is free, it finishes the replacement or undoes it (`settle`).
 
-What people have put into a checkpoint's directory outlives it: before a directory that has lost its
-name is deleted, they move to the one that has the name now (`contents`).
+Files that people put into a checkpoint's directory outlive the checkpoint: before a directory that
+has lost its name is deleted, they move to the directory that has the name now (`contents`).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def put_aside(root: RootPaths, save: SaveRef) -> str | None:
     """Free the save's final name. Return the old directory's new name below `.partial`, or None.
 
     Raises:
-        Rejected: "already-committed": the checkpoint there is newer than this save, or it is no
-            checkpoint and has parts of one.
+        Rejected: "already-committed": the checkpoint there is newer than this save, or the
+            directory has parts of a checkpoint but is not one.
         NotADirectoryError: it is a file or a link.
         OSError: the system refused.
     """
@@ -76,10 +76,10 @@ def put_aside(root: RootPaths, save: SaveRef) -> str | None:
             "nothing to do: training went back and saved this step again",
         )
     if not is_checkpoint(final) and holds_own(final):
-        # Perhaps somebody is copying a checkpoint to here.
+        # Perhaps somebody is copying a checkpoint into it.
         raise Rejected(
             "already-committed",
-            f"save {save.save_id}: {final} holds parts of a checkpoint and no {METADATA_NAME}",
+            f"save {save.save_id}: {final} holds parts of a checkpoint but no {METADATA_NAME}",
             "move it away, or save under another step or name",
         )
     aside = root.aside(save.name, old_id, REPLACED)
@@ -107,14 +107,14 @@ def restore(root: RootPaths, name: str, aside: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
             raise
-        # Another node was quicker.
+        # Another node has done it meanwhile.
     sync_directory(root.top)
     sync_directory(root.partial)
 
 
 def is_spent(root: RootPaths, aside: str) -> bool:
     """Whether a directory that was put aside will not get its name back: a checkpoint has the name,
-    or there is none to give it back to.
+    or the directory is not a checkpoint.
     """
     final = root.top / name_of_aside(aside)
     return is_checkpoint(final) or (final.is_dir() and not is_checkpoint(root.partial / aside))
@@ -136,7 +136,9 @@ def undo_replacement(root: RootPaths, save: SaveRef) -> None:
 
 
 def settle(root: RootPaths, replacement: Replacement) -> None:
-    """Mend a replacement that was cut off between its two renames; forget one that is over."""
+    """Finish or undo a replacement that was interrupted between its renames; forget one that is
+    over.
+    """
     final = root.top / replacement.name
     source = root.partial / f"{replacement.name}.{replacement.save_id}"
     if not os.path.lexists(final):
@@ -157,7 +159,7 @@ def settle(root: RootPaths, replacement: Replacement) -> None:
 def remove(root: RootPaths, path: Path) -> bool:
     """Delete a directory below the root; return whether it was there.
 
-    A rename comes first, so that nobody takes half of it for a whole.
+    Renames it first, so that nobody takes a half-deleted checkpoint for a whole one.
     """
     pruned = root.pruned(path.name)
     try:
@@ -171,10 +173,10 @@ def remove(root: RootPaths, path: Path) -> bool:
 
 
 def delete_pruned(root: RootPaths, pruned: Path) -> None:
-    """Delete a directory that `remove` has renamed. What is foreign in it moves to where its
-    checkpoint had its name.
+    """Delete a directory that `remove` has renamed. Foreign entries move to the directory that has
+    the checkpoint's name now.
 
-    What cannot be moved, or not now, stays with the directory, for the next one who comes here.
+    If an entry cannot be moved now, it stays in the directory until the next call.
     """
     name = name_of_pruned(pruned.name)
     if name is None or not foreign_in(pruned):
@@ -194,7 +196,7 @@ def delete_pruned(root: RootPaths, pruned: Path) -> None:
 
 
 def _is_replacing(root: RootPaths, name: str) -> bool:
-    """Whether a replacement is between its two renames, where the name has to stay free."""
+    """Whether a replacement is between its two renames, so that the name has to stay free."""
     replacement = read_intent(root.intent(name))
     return replacement is not None and all(
         (root.partial / each).exists()
@@ -203,7 +205,7 @@ def _is_replacing(root: RootPaths, name: str) -> bool:
 
 
 def _make_like(path: Path, other: Path) -> None:
-    """Make a directory with the mode of another one, unless somebody is quicker."""
+    """Make a directory with the mode of another one, unless it exists already."""
     with suppress(FileExistsError):
         path.mkdir(0o700)
         copy_mode(other, path)

@@ -37,8 +37,8 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 def reserve(file: int, length: int) -> None:
     """Reserve the space, so that a full disk is found before the first byte is written.
 
-    Plain fallocate(2): where it is not supported, glibc's emulation would write byte by byte. Only
-    an error that says that the file cannot fit is raised; any other shows in the writes themselves.
+    Uses plain fallocate(2): if it is not supported, glibc's emulation would write byte by byte.
+    Only raises an error that says that the file cannot fit; any other error shows in the writes.
     """
     while length and _LIBC.fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(length)):
         number = ctypes.get_errno()
@@ -58,7 +58,7 @@ def write_image(
     umask: int = UNKNOWN,
 ) -> None:
     """See `Root.write_image`."""
-    # By descriptor, so that the file can be removed even if its directory was renamed meanwhile.
+    # Use a descriptor, so that the file can be removed even if its directory was renamed meanwhile.
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         file = open_new(path.name, umask, folder=folder)
@@ -104,7 +104,7 @@ def _write_blocks(
 
     def ask_until(end: int) -> None:
         nonlocal asked
-        # The rest of a failed or short write was asked for already.
+        # The rest of a failed or short write was announced already.
         if before_block is not None and end > asked:
             before_block(end - asked, length - asked)
             asked = end

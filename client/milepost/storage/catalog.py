@@ -32,7 +32,7 @@ class CheckpointEntry:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """The whole manifest, read at first use; None for what stock torch wrote.
+        """The whole manifest, read at first use; None for a checkpoint of stock torch.
 
         Raises CorruptCheckpoint, OSError.
         """
@@ -75,7 +75,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def save_id_in(path: Path) -> str:
-    """Return which save wrote a checkpoint; empty if none of ours did, or the manifest is damaged.
+    """Return the id of the save that wrote a checkpoint; empty if milepost did not write it, or its
+    manifest is damaged.
 
     Raises OSError.
     """
@@ -86,5 +87,5 @@ def save_id_in(path: Path) -> str:
 
 
 def is_published(root: RootPaths, save: SaveRef) -> bool:
-    """Whether the checkpoint of the save's name is this save's. Raises OSError."""
+    """Whether this save wrote the checkpoint of its name. Raises OSError."""
     return save_id_in(root.top / save.name) == save.save_id

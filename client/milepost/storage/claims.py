@@ -1,7 +1,7 @@
 """Who uses a root: the job that saves to it, and those who are reading a checkpoint.
 
-A claim is a small file below `<root>/.milepost-run/` that its owner touches again and again; one
-that is not touched expires. `owner` belongs to the trainer of rank 0 of the job that saves.
+A claim is a small file below `<root>/.milepost-run/` that its owner touches again and again. If it
+is not touched, it expires. `owner` belongs to rank 0's trainer of the job that saves.
 `reading-<name>-<random>` is a lease: each reader has one, and retention leaves the checkpoint alone
 meanwhile. Ages are measured by the file system's own clock, since the clocks of hosts differ.
 Nothing here has to be durable. No torch.
@@ -62,7 +62,7 @@ def _age_s(folder: Path, path: Path) -> float:
 
 
 class _Beat:
-    """Touches a file until it is closed; makes a missing one again only if `comes_back`."""
+    """Touches a file until `close`; makes a missing file again only if `comes_back`."""
 
     def __init__(self, path: Path, *, comes_back: bool = False) -> None:
         self._path = path
@@ -96,7 +96,7 @@ class Ownership:
     def take(cls, root: Root, job: str) -> Ownership:
         """Claim the root for a job. A job of the same name takes over: that is a restart.
 
-        Raises Rejected("root-locked"), naming the other job, host and pid, while that is alive.
+        Raises Rejected("root-locked") while another job is alive; names its job, host and pid.
         """
         folder = root.run_path
         path = folder / OWNER_NAME
@@ -126,7 +126,7 @@ class Ownership:
 
 
 def find_other(root: Root, job: str) -> str:
-    """Say which other living job has claimed the root; empty if none has."""
+    """Describe the other living job that has claimed the root; empty if there is none."""
     folder = root.run_path
     path = folder / OWNER_NAME
     with contextlib.suppress(FileNotFoundError):
@@ -157,7 +157,7 @@ def _is_alive(owner: _Owner, folder: Path, path: Path) -> bool:
 def reading(root: Root, name: str) -> Iterator[None]:
     """Keep retention from removing a checkpoint while this block runs.
 
-    A root that cannot be written to is read without a lease: no daemon of this user removes
+    If the root cannot be written to, reads without a lease: no daemon of this user can remove
     anything there.
     """
     path = root.run_path / f"reading-{name}-{secrets.token_hex(8)}"
@@ -166,7 +166,7 @@ def reading(root: Root, name: str) -> Iterator[None]:
     except OSError:
         yield
         return
-    # Its file may have expired and been removed while this reader was held up.
+    # The lease may have expired and been removed while this reader was held up.
     beat = _Beat(path, comes_back=True)
     try:
         yield
@@ -190,9 +190,9 @@ def being_read(root: Root) -> frozenset[str]:
 
 
 def check_ours(path: Path) -> None:
-    """Raise UsageError("already-committed") for what milepost did not write.
+    """Raise UsageError("already-committed") if milepost did not write this directory.
 
-    A directory with nothing of a checkpoint in it will do: what it holds is kept.
+    A directory without any part of a checkpoint is fine: its content is kept.
     """
     is_free = path.is_dir() and not holds_own(path)
     if path.exists() and not (path / MANIFEST_NAME).exists() and not is_free:
@@ -206,8 +206,8 @@ def check_ours(path: Path) -> None:
 def removable(root: Root, entries: Sequence[CheckpointEntry], keep: Keep) -> list[str]:
     """Return which of the root's checkpoints may be removed now, oldest first.
 
-    These are the ones that no rule keeps. What is being read, and what `latest` still names, goes
-    later.
+    These are the checkpoints that no rule keeps. A checkpoint that is being read, or that `latest`
+    still names, is left for later.
     """
     names = doomed(
         [(entry.name, entry.step, entry.order) for entry in entries],

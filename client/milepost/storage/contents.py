@@ -1,8 +1,8 @@
-"""What in a checkpoint's directory is the checkpoint's own, and what people have put there.
+"""Which entries of a checkpoint's directory are its own, and which ones people put there.
 
-*Own* is what milepost and torch write, told by its name. Everything else is *foreign*: configs,
-logs, whole directories. Foreign entries are never deleted. When the checkpoint is replaced or
-removed, each of them moves to the directory that has its name then.
+*Own* entries are those that milepost and torch write; their names tell. All others are *foreign*:
+configs, logs, whole directories. Foreign entries are never deleted. When the checkpoint is replaced
+or removed, each of them moves to the directory that has the checkpoint's name then.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def holds_own(directory: Path) -> bool:
 def carry_over(source: Path, target: Path) -> None:
     """Move the foreign entries of a directory into another one on the same file system, durably.
 
-    Safe to repeat, and beside another process that does the same. An entry whose name is taken gets
-    a number behind it. One that the system does not move (a mount point, a directory that another
+    Safe to repeat, and while another process does the same. An entry whose name is taken gets a
+    number appended. An entry that the system does not move (a mount point, a directory that another
     user owns) stays where it is. Raises OSError.
     """
     names = foreign_in(source)
@@ -77,8 +77,8 @@ def _free(directory: Path, name: str) -> Path:
 
 
 def copy_mode(source: Path, target: Path) -> None:
-    """Give a directory the mode of another one, and its group if the system lets us. Nothing if
-    `source` is no directory. Raises OSError.
+    """Give a directory the mode of another one, and its group if the system allows that. Does
+    nothing if `source` is not a directory. Raises OSError.
     """
     try:
         wanted = os.stat(source, follow_symlinks=False)

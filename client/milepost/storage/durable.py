@@ -1,4 +1,4 @@
-"""File operations that last: what they have done is still there after a crash of the machine.
+"""Durable file operations: their effect survives a crash of the machine.
 
 Knows no checkpoint. All calls block. Raises OSError.
 Sources: rename(2), fsync(2).
@@ -17,13 +17,13 @@ from typing import Final
 from milepost.storage.modes import UNKNOWN, make_directory, open_new
 
 TEMP_PREFIX: Final = ".tmp-"
-"""How a file is called until a rename gives it its name."""
+"""Prefix of a file's name until a rename gives it its final name."""
 
 _DELETE_TRIES: Final = 100
 
 
 def temporary(directory: Path) -> Path:
-    """Return a new path for a file that a rename will give its name."""
+    """Return a new path for a file that will be renamed to its final name."""
     return directory / f"{TEMP_PREFIX}{secrets.token_hex(8)}"
 
 
@@ -39,8 +39,8 @@ def sync_directory(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network and FUSE file systems have no fsync of a directory; there a name is as
-        # durable as it gets.
+        # Some network and FUSE file systems cannot sync a directory. There a name is as durable as
+        # it can be.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise
     finally:
@@ -54,8 +54,8 @@ def make_directories(path: Path, umask: int = UNKNOWN) -> None:
     if not path.parent.exists():
         make_directories(path.parent, umask)
     make_directory(path, umask)
-    # Another node may have made it and died before the sync. In a parent that we may not read, we
-    # have made nothing.
+    # Sync existing names, too: another node may have made one and died before its sync. A parent
+    # that we may not read contains nothing of ours.
     with suppress(PermissionError):
         sync_directory(path.parent)
 

@@ -13,5 +13,5 @@ class Fate(StrEnum):
     COMMITTED = "committed"
     """It was published, durably."""
     UNKNOWN = "unknown"
-    """It is in neither place as far as can be seen (attribute caching, or long ago), or storage did
-    not answer: look again."""
+    """It is visible in neither place (because of attribute caching, or since it ended long ago), or
+    storage did not answer: look again."""

@@ -1,4 +1,4 @@
-"""Where the files of a save belong: below a job's root, or in a place of their own."""
+"""Where a save's files belong: below the job's root, or in a place of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Home: TypeAlias = Root | Place
 
 
 def home_of(root: str, save: SaveRef, umask: int = UNKNOWN) -> Home:
-    """Return the directory that a save is published in, with what may be done there.
+    """Return the `Root` or the `Place` in which a save is published.
 
     umask: gives the modes of what is made there; needed only to write.
     """

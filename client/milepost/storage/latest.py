@@ -77,13 +77,13 @@ def advance_latest(root: RootPaths, save: SaveRef) -> bool:
                 newer.append((order_of(there.save_id, there.step), name))
         if max(newer, default=(order, target))[0] <= order:
             return target == save.name
-        # A newer save was published while this call was held up: `latest` may have been there
-        # already, and this call has moved it back.
+        # A newer save was published while this call was held up. `latest` may have named it
+        # already, and this call may have moved it back.
         (order, target), seen = max(newer), found
 
 
 def _folders(root: RootPaths) -> set[tuple[str, int]]:
-    """Return names and inodes of what may be a checkpoint: a replaced one has another inode."""
+    """Return names and inodes of possible checkpoints. A replaced checkpoint has another inode."""
     with reported("list", root.top):
         return {
             (entry.name, entry.inode())

@@ -27,7 +27,7 @@ PARTIAL_NAME: Final = ".partial"
 RUN_NAME: Final = ".milepost-run"
 LATEST_NAME: Final = "latest"
 FOREIGN_LATEST_HINT: Final = "move it away, and the next checkpoint makes the link"
-"""Where something that is no link has this name."""
+"""Hint if something that is not a link has the name `latest`."""
 
 NAME_BYTES_MAX: Final = 200
 """Longest checkpoint name: with save id and suffix it must stay below the 255 bytes of a path
@@ -117,7 +117,7 @@ class RootPaths:
 
     Attributes:
         top: the root itself, absolute.
-        partial: the directory of all that is not a checkpoint.
+        partial: the directory of everything that is not a checkpoint.
         run: the directory of locks, attempts and claims.
         latest: the link to the newest checkpoint.
     """
@@ -142,12 +142,12 @@ class RootPaths:
         return path.with_name(path.name + ABORTED)
 
     def aside(self, name: str, save_id: str, suffix: str) -> Path:
-        """Return where a checkpoint lies that has lost its name; `suffix` says why."""
+        """Return the place of a checkpoint that has lost its name; `suffix` says why it has."""
         known = save_id if _SAVE_ID.fullmatch(save_id) else _UNKNOWN_ID
         return self.partial / f"{name}.{known}{suffix}"
 
     def pruned(self, name: str) -> Path:
-        """Return a new place for a directory that is to be deleted."""
+        """Return a new place for a directory that will be deleted."""
         return self.partial / f"{name}{_PRUNED_MARK}{secrets.token_hex(4)}"
 
     def intent(self, name: str) -> Path:
@@ -161,8 +161,8 @@ def name_of_aside(directory: str) -> str:
 
 
 def name_of_pruned(directory: str) -> str | None:
-    """Return the name of the checkpoint that is being deleted; None if it is a save that never
-    became one.
+    """Return the name of the checkpoint that is being deleted; None for a save that never became a
+    checkpoint.
     """
     lost = directory.rpartition(_PRUNED_MARK)[0]
     return name_of_aside(lost) if lost.endswith((REPLACED, RETIRED)) else None
@@ -174,13 +174,13 @@ def is_pruned(directory: str) -> bool:
 
 
 class UnfinishedSave(NamedTuple):
-    """A save that has not become a checkpoint, as the name of its directory tells."""
+    """A save that has not become a checkpoint, according to the name of its directory."""
 
     name: str
     save_id: str
 
 
 def unfinished_save(directory: str) -> UnfinishedSave | None:
-    """Read the name of a directory below `.partial`; None if no save has made it."""
+    """Read the name of a directory below `.partial`; None if no save made it."""
     found = _UNFINISHED.fullmatch(directory)
     return None if found is None else UnfinishedSave(found["name"], found["save_id"])

@@ -1,6 +1,6 @@
-"""A root's own beginning: its directories, its identity, and the attempts that claim numbers in it.
+"""Opening a root: its directories, its identity, and the attempts that claim numbers in it.
 
-Preparing also finishes what a crash has interrupted.
+`prepare` also finishes what a crash has interrupted.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def identity(root: RootPaths) -> str:
         draft = temporary(root.run)
         create_file(draft, f"{secrets.token_hex(4)}\n".encode())
         try:
-            # If two processes come here at once, one of them decides: a link never replaces.
+            # If two processes come here at once, the first one decides: a link never replaces a
+            # file.
             with suppress(FileExistsError):
                 os.link(draft, path)
         finally:

@@ -1,8 +1,8 @@
 """How a save ends: it is published, or it is given up, each by one rename of the same directory.
 
 Publishing renames `.partial/X` to its final name, giving up renames it to `.partial/X.aborted`.
-Both take the same source, so exactly one of them can win. Whoever finds the source gone looks where
-it went.
+Both take the same source, so exactly one of them can win. A process that does not find the source
+looks where it went.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def open_save(root: RootPaths, save: SaveRef, umask: int) -> Path:
     path = root.save_dir(save)
     with reported("open", path):
         if root.run.exists():
-            # Somebody who tidied up may have removed `.partial` alone.
+            # Somebody may have removed only `.partial` while tidying up.
             make_directory(root.partial, umask)
         make_directory(path, umask)
         was_published = is_published(root, save)
@@ -85,7 +85,7 @@ def publish(root: RootPaths, save: SaveRef) -> Path:
         sync_directory(root.top)
         sync_directory(root.partial)
         if aside is not None:
-            # `discard` does what fails here.
+            # If this fails, `discard` does it later.
             with suppress(OSError):
                 carry_over(root.partial / aside, final)
         if save.overwrite:
@@ -94,13 +94,13 @@ def publish(root: RootPaths, save: SaveRef) -> Path:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove from a save's directory what no checkpoint has: fragments, temporary files, and data
-    files that were written again.
+    """Remove everything from a save's directory that does not belong to a checkpoint: fragments,
+    temporary files, and data files that were written again.
     """
     names = os.listdir(directory)
     unwanted = {name for name in names if name.startswith((FRAGMENT_PREFIX, TEMP_PREFIX))}
     if any(_LATER_FILE.fullmatch(name) for name in names):
-        # The manifest says which of a rank's files counts.
+        # The manifest names the valid one of a rank's files.
         manifest = read_manifest(directory)
         if manifest is not None:
             data_files = {name for name in names if name.endswith(".distcp")}
@@ -130,7 +130,7 @@ def _confirm(root: RootPaths, save: SaveRef) -> Path:
 
 
 def given_up(save: SaveRef) -> SaveFailed:
-    """Return the error of who comes too late for a save that was given up."""
+    """Return the error for a caller that comes too late: the save was given up."""
     return SaveFailed("aborted", f"save {save.save_id} of {save.name} was given up")
 
 

@@ -1,18 +1,18 @@
 """`Place`: a directory that is one checkpoint, published where it stands.
 
-`milepost.dcp.save` takes a path anywhere. Its parent need not be writable, the user's own files may
-lie in it, and the checkpoint that it holds stays loadable until the next one is complete. So no
-directory is renamed to a final name; the files move up one by one:
+`milepost.dcp.save` takes any path. The parent need not be writable, the directory may hold the
+user's own files, and its checkpoint stays loadable until the next one is complete. So no directory
+is renamed to a final name; instead the files move up one by one:
 
     <place>/.milepost-save.<job>.<save_id>              a save under way
     <place>/.milepost-save.<job>.<save_id>.aborted      a save that was given up
     <place>/.milepost-save.<job>.<save_id>.publishing   a save that is moving up
 
 As in a root, one rename of the same directory decides: to `.publishing` or to `.aborted`, and
-exactly one of them can win. What is being published is finished by whoever finds it. Its data files
-have names that no file there has, and move up first; then `.metadata` replaces the old one by one
-rename, which is the commit; then the data files of the checkpoint it replaced go. At every instant
-`.metadata` names files that are all there.
+exactly one of them can win. Any process that finds a `.publishing` directory finishes the work:
+first it moves the data files up, under names that are free; then one rename replaces the old
+`.metadata`, which is the commit; then it removes the data files of the replaced checkpoint. At
+every instant all files that `.metadata` names exist.
 
 The operations are those of `Root`, without `latest` and without retention. All calls block. No
 torch.
@@ -86,7 +86,7 @@ class Place:
     def prepare(self) -> None:
         """Make the directory, durably, and finish a publication that a crash has interrupted.
 
-        Also deletes what crashed saves have left, once nobody has touched it for `ABANDONED_S`.
+        Also deletes what crashed saves left, if nobody has touched it for `ABANDONED_S`.
         """
         with reported("prepare", self.path):
             make_directories(self.path)
@@ -106,7 +106,9 @@ class Place:
             return True
 
     def check_shared(self, job: str) -> None:
-        """Nothing was agreed on beforehand: the coordinator looks for every node's files."""
+        """Do nothing: a place has no identity. The coordinator looks for every node's files
+        instead.
+        """
 
     # --- writing one save -------------------------------------------------------------------------
 
@@ -138,8 +140,8 @@ class Place:
         return path
 
     def is_taken(self, name: str) -> bool:
-        """Whether a data file of this name stands here, or may be about to: then a new save's file
-        has to be called otherwise. Raises StorageError.
+        """Whether a data file of this name is here, or may soon be. Then a new save's file needs
+        another name. Raises StorageError.
         """
         with reported("look at", self.path):
             return os.path.lexists(self.path / name) or any(
@@ -169,7 +171,7 @@ class Place:
     def publish(self, save: SaveRef) -> Path:
         """Turn the save into the checkpoint that stands here, durably, and return the directory.
 
-        Safe to repeat. Files that are none of a checkpoint's stay as they are.
+        Safe to repeat. Files that do not belong to a checkpoint stay as they are.
 
         Raises:
             Rejected: "already-committed": a checkpoint stands here and `save.overwrite` is not set,
@@ -223,7 +225,7 @@ class Place:
         return self.give_up(save)
 
     def is_unpublished(self, save: SaveRef, *, was_begun: bool) -> bool:
-        """Whether a save that could not be given up can be published by the caller only; see
+        """Whether only the caller can publish a save that could not be given up; see
         `Root.is_unpublished`.
         """
         with reported("look for", self.save_dir(save)):
@@ -239,7 +241,7 @@ class Place:
             delete_tree(self._aborted(save))
 
     def clear_abandoned(self, save: SaveRef) -> list[str]:
-        """Nothing: `prepare` clears what crashed saves have left."""
+        """Do nothing: `prepare` removes what crashed saves left."""
         return []
 
     # --- how it is done ---------------------------------------------------------------------------
@@ -286,8 +288,8 @@ class Place:
             )
 
     def _move_up(self, publishing: Path) -> None:
-        """Finish a publication. Safe to repeat, and beside another process that does the same:
-        each step takes its file from the save's directory, and finds nothing if it was taken.
+        """Finish a publication. Safe to repeat, and while another process does the same: each step
+        takes its file from the save's directory, and finds nothing if the file was taken already.
         """
         try:
             manifest = read_manifest(publishing)
@@ -314,8 +316,8 @@ class Place:
         sync_directory(self.path)
 
     def _retire_manifest(self, publishing: Path, new: Manifest) -> None:
-        """Take the old manifest away, which would not fit the new index; without one a checkpoint
-        is as whole as one of stock torch.
+        """Remove the old manifest, which would not fit the new index. A checkpoint without one is
+        as complete as one of stock torch.
         """
         if _writer_of(self.path) == (new.job, new.save_id):
             return  # Another process has come this far.

@@ -1,4 +1,4 @@
-"""From an OSError to a StorageError: its code, its hint, and whether trying again may help."""
+"""Turns an OSError into a StorageError: its code, its hint, and whether trying again may help."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ _CODES: Final = {
 _HINTS: Final = {
     "no-space": "free space there, or remove old checkpoints (`milepost prune ROOT --keep-last N`) "
     "and keep fewer (`keep=KeepLast(n)`)",
-    "quota": "ask for more, or remove old checkpoints (`milepost prune ROOT --keep-last N`)",
+    "quota": "ask for a larger quota, or remove old checkpoints "
+    "(`milepost prune ROOT --keep-last N`)",
     "file-too-large": "raise the process's file size limit (`ulimit -f`, LimitFSIZE=)",
     "read-only": "mount the file system for writing, or use another root",
-    "permission": "let the user the daemon runs as write there (`ls -ld`), or use another root",
-    "io-error": "see that the file system is mounted and healthy (kernel log), and left alone",
+    "permission": "let the daemon's user write there (`ls -ld`), or use another root",
+    "io-error": "check that the file system is mounted and healthy (kernel log), and that nothing "
+    "else changes these files",
 }
 
 _NOT_DIRECTORY_HINT: Final = "a part of the path is a file: name another root"

@@ -1,4 +1,4 @@
-"""What goes from a root: old checkpoints, what ended saves have left, and abandoned saves."""
+"""Removals from a root: old checkpoints, what ended saves left, and abandoned saves."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from milepost.storage.refusals import reported
 from milepost.wire.messages import SaveRef
 
 ABANDONED_S: Final = 3600.0
-"""Age from which a save that an earlier attempt has not finished counts as abandoned: a daemon that
-is at work on it touches it every second or so, or its deadline passed long ago."""
+"""Age from which an unfinished save of an earlier attempt counts as abandoned. A daemon that works
+on it touches it about every second, and its deadline passed long before this age."""
 
 
 def remove_checkpoint(root: RootPaths, name: str, save_id: str | None) -> bool:
@@ -34,8 +34,8 @@ def remove_checkpoint(root: RootPaths, name: str, save_id: str | None) -> bool:
     path = root.top / check_name(name)
     with reported("remove", path):
         expected = save_id_in(path) if save_id is None else save_id
-        # Once it is aside, its name cannot pass to another save while we look whose it is. After a
-        # crash here `finish_removals` puts it back.
+        # Put it aside first: then its name cannot pass to another save while we look whose it is.
+        # After a crash here, `finish_removals` puts it back.
         aside = root.aside(name, expected, RETIRED)
         try:
             os.rename(path, aside)

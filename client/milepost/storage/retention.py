@@ -1,5 +1,5 @@
-"""Which checkpoints may go: policies as the user writes them, and the one pure decision that client
-and daemon share.
+"""Which checkpoints may be removed: the user's policies, and the pure decision that client and
+daemon share.
 
 Takes names, steps and their order, and returns names; touches no file and knows no root. The caller
 deletes: the coordinator after a commit, `milepost prune` on request.
@@ -108,8 +108,8 @@ def doomed(
 ) -> list[str]:
     """Return the names of the checkpoints that no rule keeps, oldest first.
 
-    The newest never goes. Without `last` or `every` nothing goes: protecting a step does not ask
-    for the removal of the others.
+    The newest one is never among them. Without `last` or `every` there are none: a rule that only
+    protects a step does not ask to remove the others.
 
     Args:
         checkpoints: all committed ones, in any order.

@@ -1,12 +1,13 @@
 """`Root`: all that may be done with a directory of checkpoints.
 
-This is the face of the folder, and says what each operation promises. The code is in the modules
-below it, by subject, and the state runs one way: `names` and `durable`, then `catalog` (what is
-there), `contents` (what of it is not ours), `latest`, `aside` (checkpoints that lose their name),
-`outcomes` (publishing and giving up), `removals`, `opening`. Nothing else writes under a root, but
-for `claims`. Knows nothing of plans, tensors or messages, and never imports torch.
+This module is the interface of the folder: it says what each operation promises. The code is in the
+modules below it, by subject. Each of them imports only earlier ones: `names` and `durable`, then
+`catalog` (what is there), `contents` (which entries are not ours), `latest`, `aside` (checkpoints
+that lose their name), `outcomes` (publishing and giving up), `removals`, `opening`. Only these
+modules and `claims` write under a root. Knows nothing of plans, tensors or messages, and never
+imports torch.
 
-All calls block: use a thread. A `Root` has no state beside its path, so any number of threads and
+All calls block: use a thread. A `Root` has no state except its path, so any number of threads and
 processes may use the same one.
 
 Errors: StorageError for what the system refused, UsageError for a name that is not valid.
@@ -59,9 +60,9 @@ class Root:
     def prepare(self) -> None:
         """Make the root and its own directories, durably, and finish what a crash interrupted.
 
-        A replacement that was cut in two is completed if the new checkpoint still lies under
-        `.partial`, else undone. What was being deleted goes. Safe at any time, also beside other
-        nodes and an older attempt that still publishes.
+        An interrupted replacement is completed if the new checkpoint is still under `.partial`,
+        otherwise undone. An interrupted deletion is finished. Safe at any time, even while other
+        nodes do the same or an older attempt still publishes.
         """
         opening.prepare(self._paths)
 
@@ -87,8 +88,8 @@ class Root:
     def claim_attempt(self, job: str) -> int:
         """Take the next attempt number of this root, durably; no two callers get the same one.
 
-        It is above those of all checkpoints there, even of one copied from another root: what is
-        saved from now on has to be newer.
+        It is greater than the attempts of all checkpoints there, even of a checkpoint copied from
+        another root: later saves have to be newer.
         """
         return opening.claim_attempt(self._paths, job)
 
@@ -131,14 +132,14 @@ class Root:
     ) -> None:
         """Write `image` as the new file `path` and sync it; after a failure there is no such file.
 
-        Direct I/O where the file system, the memory's alignment and the length (whole pages) allow,
-        else buffered; nothing stays in the page cache. The directory is not synced: the
-        `write_file` that follows does that. The GIL is free while blocks are written.
+        Uses direct I/O if the file system, the memory's alignment and the length (whole pages)
+        allow it, otherwise buffered I/O. Leaves nothing in the page cache. Does not sync the
+        directory: the `write_file` that follows does. Releases the GIL while it writes blocks.
 
         Args:
-            on_block: called after each block with its bytes; what it raises ends the write.
-            before_block: called before each block with its bytes and with all bytes that are left,
-                the block's included; it may wait, and what it raises ends the write.
+            on_block: called after each block with its length; an exception from it ends the write.
+            before_block: called before each block with its length and the length of all that is
+                left, this block included; it may wait, and an exception from it ends the write.
             block_bytes: the largest block, whole pages.
 
         Raises:
@@ -148,8 +149,8 @@ class Root:
             write_image(path, image, on_block, before_block, block_bytes, self._umask)
 
     def is_taken(self, name: str) -> bool:
-        """Whether a data file must not have this name though the save's directory has none of it:
-        never, since that directory becomes the checkpoint.
+        """Whether a data file must not have this name although it is free in the save's directory.
+        Never, since that directory becomes the checkpoint.
         """
         return False
 
@@ -158,11 +159,11 @@ class Root:
     def publish(self, save: SaveRef) -> Path:
         """Turn the save into a checkpoint by one rename, durably, and return its directory.
 
-        Safe to repeat: a save that was published already is confirmed. Before the rename, manifest
-        fragments and leftovers of broken attempts are removed. With `save.overwrite` an older
-        checkpoint of that name is put aside; `discard` deletes it, and it is put back if the save
-        turns out to be given up. What people put into its directory, and the directory's mode, pass
-        to the new checkpoint.
+        Safe to repeat: confirms a save that was published already. Before the rename, removes
+        manifest fragments and leftovers of failed attempts to write. With `save.overwrite`, puts an
+        older checkpoint of that name aside; `discard` deletes it. If the save turns out to be given
+        up, the older checkpoint is put back. Files that people put into its directory, and the
+        directory's mode, pass to the new checkpoint.
 
         Raises:
             Rejected: "already-committed": the name is taken by a newer save, by parts of a
@@ -180,19 +181,19 @@ class Root:
         return outcomes.give_up(self._paths, save)
 
     def forestall(self, save: SaveRef) -> Fate:
-        """Give the save up, even if no node has begun it. Only for the one who publishes it.
+        """Give the save up, even if no node has begun it. Only for the coordinator.
 
-        A late node finds the directory of the given-up save and does not begin. Returns as
-        `give_up` does; a save that was never begun is aborted.
+        A late node finds the directory of the given-up save and does not begin. Returns the same as
+        `give_up`; a save that was never begun is aborted.
         """
         return outcomes.forestall(self._paths, save)
 
     def is_unpublished(self, save: SaveRef, *, was_begun: bool) -> bool:
-        """Whether a save that could not be given up can be published by the caller only.
+        """Whether only the caller can publish a save that could not be given up.
 
-        Only for the one who publishes it, and only if none of its renames may still take effect.
-        True if the files are where they were (or nowhere, unless it `was_begun`), and no intent to
-        replace would make `prepare` publish them. Raises StorageError.
+        Only for the coordinator, and only if none of its renames may still take effect. True if the
+        files are where they were (or nowhere, unless it `was_begun`), and if no intent to replace
+        would make `prepare` publish them. Raises StorageError.
         """
         return outcomes.is_unpublished(self._paths, save, was_begun=was_begun)
 
@@ -203,7 +204,7 @@ class Root:
         return latest.latest(self._paths)
 
     def is_latest_foreign(self) -> bool:
-        """Whether something has the name `latest` that is no link: people's own, and left alone."""
+        """Whether `latest` is not a link. Then it belongs to the user, and is left alone."""
         return latest.is_foreign(self._paths)
 
     def latest_target(self) -> str | None:
@@ -213,7 +214,7 @@ class Root:
     def move_latest(self, name: str) -> None:
         """Let `latest` name the checkpoint, durably; there is no instant without a `latest`.
 
-        Nothing happens if something that is no link has that name.
+        Nothing happens if `latest` is not a link.
         """
         latest.move_latest(self._paths, name)
 
@@ -221,9 +222,9 @@ class Root:
         """Let `latest` name the published save, unless it names a newer one; return whether it
         does.
 
-        Newer by (attempt, step): a save that was slower than its successor never moves it back, not
-        even if it was held up between looking and moving. Nothing happens if something that is no
-        link has that name.
+        (attempt, step) decides which one is newer. A save that was slower than its successor never
+        moves `latest` back, even if it was held up between looking and moving. Nothing happens if
+        `latest` is not a link.
         """
         return latest.advance_latest(self._paths, save)
 
@@ -246,28 +247,29 @@ class Root:
     # --- removing ---------------------------------------------------------------------------------
 
     def remove_checkpoint(self, name: str, save_id: str | None = None) -> bool:
-        """Delete a checkpoint; return whether it was there. It loses its name first, so that a
-        crash leaves no half of one. What people put into its directory stays there.
+        """Delete a checkpoint; return whether it existed. It loses its name first, so that a crash
+        never leaves a half-deleted checkpoint. Files that people put into its directory stay there.
 
         Args:
-            save_id: the save that must have written it; if another save has got the name meanwhile,
-                nothing happens. None: whichever it is.
+            save_id: the save that must have written it. If another save has the name by now,
+                nothing happens. None: any save.
         """
         return removals.remove_checkpoint(self._paths, name, save_id)
 
     def foreign_in(self, name: str) -> list[str]:
-        """Return what people have put into a checkpoint's directory, sorted. Raises StorageError.
+        """Return the entries that people put into a checkpoint's directory, sorted. Raises
+        StorageError.
 
-        If the checkpoint is gone, it is what a removal has left there.
+        If the checkpoint is gone, these are the entries that a removal left there.
         """
         with reported("list", self.path / name):
             return foreign_in(self.path / name)
 
     def finish_removals(self) -> None:
-        """Mend removals that a crash has interrupted: what is half deleted goes, what was only put
-        aside gets its name back.
+        """Finish removals that a crash interrupted: delete what is half deleted, and give
+        checkpoints that were only put aside their names back.
 
-        To be called before removing; safe beside others that remove.
+        Call it before removing. Safe while others remove.
         """
         removals.finish_removals(self._paths)
 
@@ -280,7 +282,7 @@ class Root:
     def clear_abandoned(self, save: SaveRef) -> list[str]:
         """Give up and delete unfinished saves of earlier attempts; return their names.
 
-        To be called after `save` was published. Saves touched within `ABANDONED_S` stay: what all
+        Call it after `save` was published. Saves touched within `ABANDONED_S` stay: a save that all
         ranks had staged is finished even after a newer attempt has begun.
         """
         return removals.clear_abandoned(self._paths, save)

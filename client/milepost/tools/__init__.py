@@ -1,4 +1,4 @@
-"""What can be done with checkpoints and daemons from outside a training run: a module per command.
+"""Commands for checkpoints and daemons, for use outside of a training run: a module per command.
 
-Each returns data, plain Structs that `--json` prints as they are; `milepost.cli` shows them.
+Each returns plain Structs, which `--json` prints unchanged and `milepost.cli` shows.
 """

@@ -31,7 +31,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FormDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """A key that is something else on either side: another shape or dtype, or an object."""
+    """A key that differs in form: another shape or dtype, or an object on one side."""
 
     key: str
     a: Entry
@@ -46,7 +46,7 @@ class ValueDifference(msgspec.Struct, frozen=True, kw_only=True):
     """CRC-32 of all elements, contiguous and row-major; -1 for objects."""
     crc_b: int
     elements: int
-    """How many there are; 0 for objects."""
+    """Number of elements; 0 for objects."""
     differing: int
     """How many of them differ, by their bytes."""
     largest: float | None
@@ -67,7 +67,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     forms: tuple[FormDifference, ...]
     values: tuple[ValueDifference, ...]
     unread: int
-    """Keys that were taken for equal by the checksums of both manifests alone."""
+    """Number of keys that count as equal only by the checksums of both manifests."""
 
 
 def diff(
@@ -82,10 +82,10 @@ def diff(
     """Compare keys, shapes, dtypes and every byte.
 
     Args:
-        quick: take what lies in the same shards, with the same checksums by both manifests, for
-            equal without reading it.
-        on_more: told how many bytes more will be read.
-        on_bytes: told how many of them were.
+        quick: if both manifests list a tensor in the same shards with the same checksums, count it
+            as equal without reading it.
+        on_more: called with the number of bytes that will be read in addition.
+        on_bytes: called with the number of bytes read since its last call.
 
     Raises:
         UsageError: one of them is neither a checkpoint nor such a file.

@@ -42,9 +42,9 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
     """Of the tensors that were written."""
     objects: int
     left_out: tuple[str, ...]
-    """Keys of objects that were not written."""
+    """Keys of the objects that were not written."""
     tied: dict[str, str]
-    """By the name that was not written, the one that the same tensor was written under."""
+    """For each name that was not written, the name under which the same tensor was written."""
     unchecked: tuple[str, ...]
     """Keys whose bytes carry no checksum."""
 
@@ -52,7 +52,7 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """How to export.
 
-    prefix: only keys that begin so, without it; a dot is added if it ends without one.
+    prefix: export only keys with this prefix, and remove it; a dot is added if it has none.
     """
 
     to: str
@@ -70,11 +70,11 @@ def size_of(text: str) -> int:
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise UsageError("usage", f"{text!r} is no size", "write 500MB, 5GB or 2GiB")
+        raise UsageError("usage", f"{text!r} is not a size", "write 500MB, 5GB or 2GiB")
     unit = (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " ")
     size = int(float(found[1]) * unit)
     if size < 1:
-        raise UsageError("usage", f"{text!r} is no size above 0", "write 500MB, 5GB or 2GiB")
+        raise UsageError("usage", f"{text!r} is not a size above 0", "write 500MB, 5GB or 2GiB")
     return size
 
 
@@ -88,13 +88,13 @@ def export(
     """Write `out`, or leave nothing behind.
 
     Args:
-        on_more: told how many bytes more will be read or written.
-        on_bytes: told how many of them were.
+        on_more: called with the number of bytes that will be read or written in addition.
+        on_bytes: called with the number of bytes done since its last call.
 
     Raises:
-        UsageError: `out` is there, or the target has no place for something, named.
-        LoadFailed: this is no checkpoint, or an object is no plain data.
-        CorruptCheckpoint: damage, by file and key.
+        UsageError: `out` exists, or the target format cannot hold something; names it.
+        LoadFailed: this is not a checkpoint, or an object is not plain data.
+        CorruptCheckpoint: damage; names file and key.
         StorageError: what the system refused.
     """
     from milepost.exchange.checkpoint import CheckpointSource
@@ -151,7 +151,7 @@ def _export(
 
 
 def _names(source: Source, checkpoint: Path, prefix: str) -> dict[str, str]:
-    """Return by each chosen key its name without the prefix, in the order of the state."""
+    """Return for each chosen key its name without the prefix, in the order of the state."""
     start = _start(prefix)
     names = {key: key[len(start) :] for key in source.paths if key.startswith(start)}
     if start and not names:
@@ -165,13 +165,13 @@ def _names(source: Source, checkpoint: Path, prefix: str) -> dict[str, str]:
 
 
 def _start(prefix: str) -> str:
-    """Return what the chosen keys begin with."""
+    """Return the prefix of the chosen keys."""
     return f"{prefix.removesuffix('.')}." if prefix else ""
 
 
 def _left_out(objects: Sequence[str], options: Options) -> list[str]:
-    """Return the objects that safetensors has no place for. Raises UsageError unless the caller
-    chose what to take.
+    """Return the objects, which safetensors cannot hold. Raises UsageError unless the caller chose
+    what to export.
     """
     if objects and not options.tensors_only and not options.prefix:
         raise UsageError(

@@ -46,13 +46,14 @@ def import_file(
     """Write the checkpoint `out`, or leave nothing behind.
 
     Args:
-        prefix: put before every key: with `model.`, the checkpoint of `{"model": ...}`.
+        prefix: put before every key; with `model.`, the checkpoint is that of `{"model": ...}`.
         tied: further names of tensors, each as `lm_head.weight=wte.weight`.
-        on_more: told how many bytes more will be read.
-        on_bytes: told how many of them were.
+        on_more: called with the number of bytes that will be read in addition.
+        on_bytes: called with the number of bytes read since its last call.
 
     Raises:
-        UsageError: the file is none, `out` is there, or an entry cannot be stored, named.
+        UsageError: the file has neither format, `out` exists, or an entry cannot be stored; names
+            it.
         LoadFailed: the file needs `allow_pickle`, or cannot be read.
         CorruptCheckpoint: it is damaged.
         StorageError: what the system refused.
@@ -83,8 +84,8 @@ def import_file(
 
 
 def _keys(source: Source, tied: Sequence[str]) -> dict[str, str]:
-    """Return by each name in the checkpoint, yet without the prefix, the source's key. Raises
-    UsageError.
+    """Return the source's key for each name in the checkpoint; the names are without the prefix.
+    Raises UsageError.
     """
     keys = {key: key for key in source.paths}
     for each in tied:

@@ -21,9 +21,9 @@ class Pruning(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     kept: tuple[str, ...]
     removed: tuple[str, ...]
-    """Those that were removed, or would be with `dry_run`."""
+    """The checkpoints that were removed, or, with `dry_run`, would be removed."""
     foreign: tuple[str, ...]
-    """Those that milepost did not write: neither counted nor touched."""
+    """The checkpoints that milepost did not write: neither counted nor touched."""
     left: tuple[str, ...] = ()
     """What people have put into the directories of `removed`, as `<name>/<entry>`: it stays there.
     """
@@ -36,7 +36,7 @@ def prune(path: Path, keep_last: int, *, dry_run: bool = False) -> Pruning:
     Each removal begins with a rename, so that a reader finds a whole checkpoint or none.
 
     Raises:
-        UsageError: the root is no directory.
+        UsageError: the root is not a directory.
         StorageError: a checkpoint could not be removed; newer ones are then left alone.
     """
     root = Root(require_root(path))

@@ -1,6 +1,6 @@
 """`milepost status`: a daemon's own status, fetched over its local socket or over HTTP, and shown.
 
-It is the JSON of `GET /status`; nothing is shown here that the daemon did not say.
+The status is the JSON of `GET /status`; this module shows only what the daemon said.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def fetch(run_dir: Path, url: str, token: str, timeout_s: float) -> dict[str, An
     from milepost.link.connection import fetch_status
     from milepost.link.embedded import is_running
 
-    # Checked first: asking would wait for the answer of a daemon that is not there.
+    # Check this first: a request would wait for the answer of a daemon that does not run.
     if not is_running(run_dir):
         raise Unavailable(
             "daemon-unreachable",
@@ -68,7 +68,7 @@ def _fetch_url(url: str, token: str, timeout_s: float) -> dict[str, Any]:
     request = urllib.request.Request(address)
     if token:
         request.add_unredirected_header("Authorization", f"Bearer {token}")
-    # Without a proxy: one for the outside world cannot reach the node.
+    # Use no proxy: a proxy for the outside world cannot reach the node.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=timeout_s) as answer:

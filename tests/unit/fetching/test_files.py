@@ -141,7 +141,7 @@ def test_a_file_that_ends_early_is_told_from_others(path: Path) -> None:
 def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(OSError, match="no regular file"):
+        with pytest.raises(OSError, match="not a regular file"):
             DataFile(path)
 
 

@@ -178,7 +178,7 @@ def test_a_store_that_fails_leaves_each_rank_to_itself_and_is_told_once(
     alone.listen()
     assert not alone.is_shared("a", 0, 1)
     alone.close()
-    assert 1 == caplog.text.count("is read by each of them: connection lost")
+    assert 1 == caplog.text.count("what several of them want: connection lost")
 
 
 def test_a_store_that_is_lost_later_leaves_the_rank_to_itself(
@@ -192,7 +192,7 @@ def test_a_store_that_is_lost_later_leaves_the_rank_to_itself(
     store.operation = "check"
     second.listen()
     assert not second.is_shared("a", 0, 1)
-    assert 1 == caplog.text.count("is read by each of them: connection lost")
+    assert 1 == caplog.text.count("what several of them want: connection lost")
 
 
 def test_a_fetch_reads_what_is_shared_through_the_page_cache_and_gives_it_back(

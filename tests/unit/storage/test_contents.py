@@ -133,7 +133,7 @@ def test_parts_of_a_checkpoint_without_its_index_are_not_replaced(root: Root, pa
     final.mkdir()
     (final / part).write_text("being copied to here")
     fill(root, NEW)
-    with pytest.raises(Rejected, match=r"holds parts of a checkpoint and no \.metadata") as caught:
+    with pytest.raises(Rejected, match=r"holds parts of a checkpoint but no \.metadata") as caught:
         root.publish(NEW)
     assert "already-committed" == caught.value.code
     assert [part] == names(final)

@@ -325,7 +325,7 @@ def test_what_is_no_checkpoint_is_a_usage_error(tmp_path: Path, run: Commands) -
     [
         (("--to", "onnx"), "cannot export to 'onnx'"),
         (("--to", "torch", "--prefix", "nothing."), "no key of"),
-        (("--to", "safetensors", "--max-shard-size", "many"), "'many' is no size"),
+        (("--to", "safetensors", "--max-shard-size", "many"), "'many' is not a size"),
     ],
 )
 def test_wrong_options_are_usage_errors(
