@@ -68,7 +68,7 @@ def tell_branch(root: Root, step: int, attempt: int) -> None:
 
 
 class FirstSave:
-    """Logs once the work of the first save that `prepare` would have done before.
+    """Logs once how long the first save took for work that `prepare` could have done before.
 
     Args:
         is_telling: False on ranks that leave the log line to another rank.

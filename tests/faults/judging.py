@@ -15,7 +15,9 @@ from tests.integration import cluster
 
 
 def check_root(root: Path, known: set[str] | None = None) -> list[str]:
-    """Verify every directory under a final name that is not `known`; return their names."""
+    """Verify every directory under a final name, except the `known` ones; return the names of
+    all.
+    """
     from milepost.reading.verification import verify
 
     names = []

@@ -1,4 +1,4 @@
-"""Both ways of staging, so that what is asked of a checkpoint is asked of each.
+"""Both ways of staging, so that tests can check each of them.
 
 With `staging="overlap"` only what an optimizer changes is copied late. Here an optimizer claims
 every tensor of the state, whatever its dtype and layout, so that all of a checkpoint comes from the
@@ -23,13 +23,13 @@ STAGINGS: Final = ("blocking", "overlap")
 
 
 class Everything(torch.optim.Optimizer):
-    """An optimizer of whatever it is told to claim."""
+    """An optimizer that claims any given tensors as its own."""
 
     def __init__(self) -> None:
         super().__init__([nn.Parameter(torch.zeros(1))], {})
 
     def claim(self, state: Any) -> None:
-        """Take all tensors of a state for parameters, in place of those of before."""
+        """Take all tensors of a state as parameters, in place of the earlier ones."""
         self.param_groups[0]["params"] = list(_tensors(state))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

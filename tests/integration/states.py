@@ -1,7 +1,7 @@
-"""States worth saving by one rank, and how a state or a checkpoint is told in plain data.
+"""States that one rank saves in tests, and descriptions of states and checkpoints as plain data.
 
-Ranks and judges both import this module, so it must not import milepost. What is compared is what
-`describe` returns: equal exactly if dtype, shape and every bit of the elements are equal.
+Ranks and judges both import this module, so it must not import milepost. Tests compare the results
+of `describe`: they are equal exactly if dtype, shape and every bit of the elements are equal.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def metadata(path: str) -> Metadata:
 
 
 def read(path: str) -> dict[str, Any]:
-    """Load all that a checkpoint holds with stock torch in one process, and describe it."""
+    """Load a whole checkpoint with stock torch in one process, and describe it."""
     state: State = {
         key: torch.empty(known.size, dtype=known.properties.dtype)
         if isinstance(known, TensorStorageMetadata)

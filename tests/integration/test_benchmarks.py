@@ -1,5 +1,5 @@
-"""The benchmarks run, clean up after themselves and write what `results.py` says; no figure is
-judged here, since a machine that runs tests is no place to measure.
+"""The benchmarks run, clean up after themselves and write the results that `results.py` describes.
+No figure is judged here, since a machine that runs tests is not fit for measurements.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run does to its own past and to its structure: rolls back, alternates, changes paths."""
+"""Runs that roll back, alternate between structures, or change paths."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ def test_structures_that_alternate_keep_their_layouts_and_paths_are_part_of_them
 
 
 def mishandle(rank: Rank) -> dict[str, Any]:
-    """A child that was forked, threads at once, a cleaner of shared memory."""
+    """Save with a forked child, from several threads at once, and after shared memory was
+    cleaned.
+    """
     import threading
 
     import torch

@@ -1,4 +1,4 @@
-"""Calls of a Checkpointer that meet: one in the background, one that fails, one that comes late."""
+"""Calls of a Checkpointer that overlap: one in the background, one that fails, one that is late."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_whoever_waits_or_loads_waits_for_what_is_prepared_behind(
 
 
 class Broken:
-    """A part of the state that cannot be told."""
+    """A part of the state whose `state_dict()` raises."""
 
     def state_dict(self) -> dict[str, Any]:
         raise ValueError("not now")
@@ -100,7 +100,7 @@ def test_a_step_that_one_rank_skipped_keeps_no_later_rank_waiting_for_a_slot(fol
 
 
 class Saving:
-    """A part of the state in whose reading somebody saves, as a signal handler may."""
+    """A part of the state that calls `save()` while it is read, as a signal handler may."""
 
     def __init__(self) -> None:
         self.call: Any = None
@@ -173,7 +173,7 @@ def test_with_on_failure_raise_a_failure_is_raised_at_the_next_save_and_at_close
 
 
 def interrupt_where_nobody_is_told(rank: Rank) -> dict[str, Any]:
-    """An interrupt just after a save was opened, and one just before its failure is told."""
+    """Interrupt just after a save was opened, and just before its failure is sent."""
     from milepost import Checkpointer
     from milepost.saving.saves import Saves
 

@@ -1,4 +1,6 @@
-"""The daemon as its surroundings see it: started by a trainer or a supervisor, killed, asked."""
+"""The daemon seen from outside: started by a trainer or a supervisor, killed, asked for its
+status.
+"""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ DEMO = [sys.executable, "-P", "-c", "from milepost.cli import main; main()", "de
 
 
 def _machine_busy_s() -> float:
-    """Return what all processes have had of all cores since the start of the machine."""
+    """Return the processor time that all processes have used since the start of the machine."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system)
 
 
 def _children_busy_s() -> float:
-    """Return what the children of this process that have ended, and theirs, have had."""
+    """Return the processor time of this process's ended children and their children."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

@@ -1,5 +1,5 @@
-"""Export, import and diff against the programs on the other side: safetensors, transformers,
-torch's own converters; on checkpoints of several ranks, with bounded memory, and on a full disk.
+"""Export, import and diff, tested with other programs: safetensors, transformers and torch's own
+converters; with checkpoints of several ranks, with bounded memory, and on a full disk.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ TIED = {
 
 
 def save_models(rank: Rank) -> dict[str, list[float]]:
-    """Save all models in one checkpoint; return what each answers."""
+    """Save all models in one checkpoint; return the output of each."""
     from milepost import Checkpointer
 
     torch.manual_seed(0)
@@ -166,7 +166,7 @@ def answer(model: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def models(module_folder: Path) -> tuple[Path, dict[str, list[float]]]:
-    """A checkpoint of ours with three models, and what they answer."""
+    """A checkpoint of ours with three models, and their outputs."""
     root = module_folder / "root"
     with nodes(module_folder, 1, root) as (node,):
         (answers,) = run_ranks(save_models, root, [node])
@@ -260,7 +260,7 @@ def sharded(module_folder: Path) -> Iterator[tuple[Path, Node]]:
 
 
 def assert_state(found: dict[str, Any], entry: Any = 0) -> None:
-    """Compare with what was saved; `entry` is how the optimizer's one is called."""
+    """Compare with what was saved; `entry` is the name of the optimizer's entry."""
     assert EXPECTED.keys() == found.keys()
     assert_equal(EXPECTED["model"], found["model"])
     assert {"step": torch.tensor(3.0)} == found["optim"]["state"][entry]

@@ -1,4 +1,4 @@
-"""What saving holds: memory, shared memory and descriptors stay as they are from save to save."""
+"""Memory, shared memory and descriptors do not grow from save to save."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ TENSORS = 48
 
 
 class Held(NamedTuple):
-    """What one process holds, or a folder: bytes of its own, and open descriptors."""
+    """Resources of a process or a folder: its own bytes, and open descriptors."""
 
     nbytes: int
     descriptors: int
 
 
 def _held(pid: int) -> Held:
-    """Return what a process and its children hold; pages of files, shared memory too, apart."""
+    """Return the resources of a process and its children, without pages of files and shared
+    memory.
+    """
     nbytes = descriptors = 0
     process = psutil.Process(pid)
     for each in (process, *process.children(recursive=True)):

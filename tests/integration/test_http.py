@@ -34,7 +34,7 @@ END_S = 20
 
 
 class Daemon:
-    """What the server needs of a daemon, to be changed at will."""
+    """A stand-in for the daemon, with the values that the server needs; tests change them."""
 
     def __init__(self) -> None:
         self.healthy = True
@@ -163,7 +163,7 @@ def test_it_is_read_only() -> None:
 def test_events_send_the_status_at_once_and_again_when_it_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # What comes comes of the change, and not of the time.
+    # The event comes because of the change, and not because of the time.
     monkeypatch.setattr(http, "HEARTBEAT_S", 3600.0)
 
     async def main() -> None:

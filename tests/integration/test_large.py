@@ -34,7 +34,7 @@ def save_large(rank: Rank) -> str:
 
 
 def read_large(_rank: int, _world: int, path: str) -> tuple[int, list[int], str]:
-    """Tell where the first wrong element is, -1 if there is none."""
+    """Return the index of the first wrong element; -1 if there is none."""
     import torch.distributed.checkpoint as dcp
 
     state: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Loads on two ranks: refused together, and the state of each rank with its own keys."""
+"""Loads on two ranks: both refuse together, and each rank gets its own state under its own keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sum_of_ranks(rank: Rank) -> float:
 
 
 class Failing:
-    """Stateful, and cannot say its state."""
+    """A Stateful whose `state_dict()` raises."""
 
     def state_dict(self) -> dict[str, Any]:
         raise KeyError("gone")
@@ -35,7 +35,7 @@ class Failing:
 
 
 def refuse(rank: Rank) -> dict[str, Any]:
-    """Have one rank refuse each load for another reason; tell what each load said and took."""
+    """Let one rank refuse each load for another reason; return the error and the time of each."""
     import torch
 
     from milepost import Checkpointer, LoadFailed
@@ -162,7 +162,7 @@ def test_a_fresh_bare_optimizer_of_a_sharded_model_goes_on_on_any_number_of_rank
 
 
 def read_only_first(rank: Rank) -> dict[str, Any]:
-    """Meet a root that cannot be written to, load from it, and save once it can."""
+    """Open a root that cannot be written to, load from it, and save once it can be written to."""
     import torch
     import torch.distributed as dist
 

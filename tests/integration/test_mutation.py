@@ -1,4 +1,4 @@
-"""What a checkpoint holds is what the state was when `save()` was called, whatever comes after."""
+"""A checkpoint holds the state as it was when `save()` was called, whatever changes afterwards."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LOOPS = 20
 class Run(NamedTuple):
     root: Path
     expected: dict[str, dict[str, Any]]
-    """By directory, what the state held when it was saved."""
+    """For each directory, what the state held when it was saved."""
     told: dict[str, Any]
     values: dict[str, states.Reading]
 
 
 class Changeable:
-    """A state of everything that can change in place."""
+    """A state with every kind of value that can change in place."""
 
     def __init__(self) -> None:
         self.parameter = nn.Parameter(torch.randn(300, 40))
@@ -187,7 +187,7 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "alternating b2": {"w": torch.ones(3) * 4, "moments": torch.ones(3) * 2},
     "nothing": {},
 }
-"""States that follow one another, each of another structure than the one before."""
+"""A series of states; each has another structure than the one before."""
 
 ON_ONE_RANK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "same": ({"w": torch.ones(3), "of_0": 1}, {"w": torch.ones(3), "of_1": 2}),
@@ -210,7 +210,7 @@ ON_ONE_RANK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"w": torch.ones(3) * 7, "of_1": torch.ones(5)},
     ),
 }
-"""States of two ranks that follow one another; each changes on one of them only."""
+"""Pairs of states of two ranks, before and after a change; only one of the ranks changes."""
 
 
 def change_structure(rank: Rank) -> dict[str, Any]:
@@ -233,7 +233,8 @@ def change_structure(rank: Rank) -> dict[str, Any]:
                 expected[name + suffix] = states.expected(merged)
                 dist.barrier()
         for at, (name, state) in enumerate(STRUCTURES.items(), start=500):
-            # Without waiting: a save and the next, of another structure, are under way together.
+            # Do not wait: so a save and the next one, with another structure, are under way
+            # together.
             ck.save(at, {**state, "at": at}, checkpoint_id=f"{name} unwaited")
             expected[f"{name} unwaited"] = states.expected({**state, "at": at})
     return {"expected": expected, "failures": failures}

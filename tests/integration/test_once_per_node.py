@@ -1,6 +1,7 @@
-"""What several ranks of a node want is read from storage once, whatever becomes of one of them.
+"""Bytes that several ranks of a node want are read from storage once, even if one of the ranks
+dies.
 
-The kernel counts what each process has had read from storage: not what it finds in the page cache.
+The kernel counts the bytes that each process reads from storage, but not those from the page cache.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ Part = Literal["all", "rows", "columns"]
 
 
 def storage_bytes() -> int:
-    """Return how much this process has had read from storage."""
+    """Return how many bytes this process has read from storage."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
 def is_counted(folder: Path) -> bool:
-    """Tell whether the kernel counts what is read of files there."""
+    """Whether the kernel counts reads of files there."""
     path = folder / "probe"
     path.write_bytes(bytes(1 << 20))
     with path.open("rb", buffering=0) as file:
@@ -73,7 +74,7 @@ def is_cached(checkpoint: Path) -> bool:
 
 
 def load(rank: Rank) -> dict[str, Any]:
-    """Load this rank's part, and tell what it cost and what it said."""
+    """Load this rank's part; return its cost and its log lines."""
     import torch
     import torch.distributed as dist
 
@@ -134,7 +135,7 @@ def load(rank: Rank) -> dict[str, Any]:
 
 
 def part_of(rank: Rank) -> tuple[Any, Any]:
-    """Return memory for what a rank wants, and what is to be in it."""
+    """Return memory for the part that a rank wants, and the expected values."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard

@@ -1,4 +1,4 @@
-"""Saves that return at once hold one generation of values, and a torn one fails on every rank."""
+"""Overlapped saves hold the values of one step, and a torn save fails on every rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Lockstep(torch.optim.Optimizer):
 
 
 def _gate(ck: Any) -> threading.Event:
-    """Put an open gate before the copy's work in host memory, and return it."""
+    """Put a gate before the copy's work in host memory; return the gate, which is open."""
     from milepost.staging.streams import HostStreams
 
     opened = threading.Event()
@@ -82,7 +82,7 @@ def save_in_lockstep(rank: Rank) -> dict[str, Any]:
     _, optimizer, state = _lockstep_state(rank.rank)
     saves = []
     with Checkpointer(rank.root, staging="overlap", optimizer=optimizer) as ck:
-        # Called at once, with no thought of a guard.
+        # Call it at once, without the guard.
         for step in range(SAVES):
             saves.append(ck.save(step, state))
             _change_all_else(rank.rank, state)
@@ -281,7 +281,7 @@ def test_a_trainer_that_dies_while_copying_commits_nothing_and_the_next_goes_on(
 
 
 def _kept(ck: Any) -> Any:
-    """What copies share from save to save."""
+    """Return the objects that copies share from save to save."""
     return ck._staging.division._kept.get(torch.device("cpu"))
 
 

@@ -1,5 +1,6 @@
-"""The daemon keeps out of the way: what the kernel says of every thread of it and of its planner,
-and a bandwidth limit that saves obey and that holds nobody who has no more need of it.
+"""The daemon gives way to training: checks what the kernel says about every thread of the daemon
+and its planner. Saves obey a bandwidth limit, which does not delay aborted saves or the daemon's
+end.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests.integration.cluster import (
 )
 
 BURST_S = 0.25
-"""What a limit lets through at once, as seconds of it."""
+"""How many seconds' worth of bytes a limit lets through at once."""
 
 ROOMY = (
     "import sys; import milepostd.ops.placement as p; p.CORES_MIN = 1; sys.argv = sys.argv[3:]; "
@@ -66,7 +67,7 @@ seccomp(2), PR_SET_NO_NEW_PRIVS and PR_SET_SECCOMP of prctl(2)."""
 
 
 def everywhere() -> frozenset[int]:
-    """Return what the cpuset allows, whatever this process was confined to."""
+    """Return the cores that the cpuset allows, even if this process is confined to fewer."""
     found: list[frozenset[int]] = []
 
     def look() -> None:
@@ -91,7 +92,7 @@ def masks_of(pid: int) -> set[frozenset[int]]:
 
 
 def save_large(rank: Rank) -> dict[str, Any]:
-    """Save two tensors of `mb` MB together, replicated on all ranks; say how it went."""
+    """Save two tensors of `mb` MB together, replicated on all ranks; return the outcome."""
     import torch
 
     from milepost import Checkpointer, SaveFailed
@@ -207,7 +208,7 @@ def test_where_a_container_refuses_everything_the_daemon_tells_each_once_and_wor
 
 
 def save_pinned(rank: Rank) -> dict[str, Any]:
-    """Pin this rank as a launcher would, start a daemon, and say where that one runs."""
+    """Pin this rank as a launcher would, start a daemon, and return the daemon's cores."""
     import torch
 
     from milepost import Checkpointer

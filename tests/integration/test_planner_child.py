@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 UNTIL_S = 60.0
-"""How long a refusal that may pass is tried again."""
+"""How long the planner tries again after a passing refusal of storage."""
 
 SAVE = SaveRef("job", "1-1", 10, "step_10")
 WEIGHT = torch.arange(32, dtype=torch.float32).reshape(8, 4)
@@ -126,7 +126,7 @@ class Rank:
 
 
 class Save:
-    """What the nodes `left` and `right`, with a rank each, have written for a save."""
+    """The files that the nodes `left` and `right`, with a rank each, have written for a save."""
 
     def __init__(self, root: Path, ranks: list[Rank], layouts: Mapping[int, RankLayout]) -> None:
         self.root = Root(root)

@@ -12,7 +12,7 @@ from tests.integration import planners, states
 from tests.integration.cluster import Rank, judge, nodes, run_ranks
 
 VERSIONS = 3
-"""Saves with each planner, each of other values than the one before."""
+"""How many saves to make with each planner. Each saves other values."""
 
 
 class Run(NamedTuple):
@@ -30,7 +30,7 @@ def save_with_planners(rank: Rank) -> dict[str, Any]:
     for name, planner in planners.PATTERNS.items():
         with Checkpointer(rank.root / name, planner=planner()) as ck:
             for at in range(VERSIONS):
-                # Not waited for: the next plan is made while this save is written.
+                # Do not wait: the next plan is made while this save is written.
                 ck.save(at, planners.state(name, at))
         last = planners.state(name, VERSIONS - 1)
         dcp.save(last, checkpoint_id=rank.root.parent / "stock" / name, planner=planner())

@@ -1,4 +1,6 @@
-"""What cannot be saved exactly is refused by name, leaves nothing behind, and ends nothing else."""
+"""States that cannot be saved exactly are refused by name; nothing is left behind, and training and
+later saves go on.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class Outcome(NamedTuple):
     code: str
     text: str
     left: list[str]
-    """What stood in the root that had not before, and below `.partial`, once all ranks knew."""
+    """New entries in the root and below `.partial`, after all ranks knew of the refusal."""
     next_phase: str
 
 
@@ -49,8 +51,8 @@ class Records(logging.Handler):
 
 
 def _listing(root: Path) -> set[str]:
-    """Return what stands in the root and in `.partial`, but for the empty directories that keep
-    late nodes out of a save that has been given up, until they are removed.
+    """Return the entries of the root and of `.partial`. Leaves out the empty directories that keep
+    late nodes out of a given-up save until they are removed.
     """
     partial = [name for name in os.listdir(root / ".partial") if not _is_mark(root, name)]
     return {*os.listdir(root), *(f".partial/{name}" for name in partial)}

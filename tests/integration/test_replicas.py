@@ -1,4 +1,4 @@
-"""Replicas that differ are found, told by key and ranks, and refused if that is wanted."""
+"""Replicas that differ are found, reported by key and ranks, and refused on request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ramp(nbytes: int) -> torch.Tensor:
 
 
 def changed(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    """On rank 1, another value in a region of a thirtieth, somewhere in the middle."""
+    """Return a tensor that differs on rank 1 in a thirtieth of it, somewhere in the middle."""
     if rank == 1:
         third, part = tensor.numel() // 3, tensor.numel() // 30
         tensor[third : third + part] += 1
@@ -34,7 +34,7 @@ def changed(tensor: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def equal(rank: int) -> dict[str, Any]:
-    """What is equal on all ranks, though not all of it is pickled alike."""
+    """Return a state that is equal on all ranks, although some of it pickles differently."""
     names = [f"name {i}" for i in range(20)]
     turned = names if rank % 2 else names[::-1]
     return {
@@ -48,7 +48,9 @@ def equal(rank: int) -> dict[str, Any]:
 
 
 def grid(rank: int) -> dict[str, Any]:
-    """Of a 2 x 2 mesh: shards that two ranks hold each, and one that differs on rank 3."""
+    """Return a state on a 2 x 2 mesh: each shard is held by two ranks, and one differs on rank
+    3.
+    """
     same, other = (
         DTensor.from_local(ramp(MIB), cut.grid(), [cut.R, cut.S0], run_check=False)
         for _ in range(2)
@@ -63,7 +65,7 @@ SAVES_MAX = 3
 
 
 def drift(rank: int) -> dict[str, Any]:
-    """Many tensors and an object, and something that every rank has of its own."""
+    """Return many tensors, an object, and state that differs by rank."""
     state: dict[str, Any] = {f"t{i}": ramp(1024) for i in range(70)}
     return state | {"large": ramp(MIB).view(16, -1), "object": {"seed": 0}, f"own {rank}": ramp(64)}
 
@@ -81,7 +83,7 @@ PLANNED: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 class Seen(NamedTuple):
-    """How one rank saw its saves."""
+    """What one rank saw of its saves."""
 
     warnings: dict[str, list[str]]
     """By name of the save, those of replicas that differ."""

@@ -1,4 +1,4 @@
-"""Tensors cut over ranks of two nodes: stock torch puts them together again on any number."""
+"""Tensors sharded over ranks of two nodes: stock torch loads them on any number of ranks."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ REPLICATED_BYTES = 4 * sum(8192 * at for at in range(1, 41))
 
 
 class Run(NamedTuple):
-    """What the runs of this module have left."""
+    """The results of this module's runs."""
 
     root: Path
     ranks: list[dict[str, Any]]
-    """What each of the four ranks told."""
+    """What each of the four ranks returned."""
     pair: list[dict[str, Any]]
-    """What each of two ranks told, which saved before the four."""
+    """What each of two ranks returned, which saved before the four."""
     alone: dict[str, Any]
-    """What one rank told, which loaded after the four."""
+    """What one rank returned, which loaded after the four."""
     read: dict[int, dict[str, dict[str, Any]]]
-    """By number of loading ranks and state, what stock torch put together."""
+    """What stock torch loaded, by number of loading ranks and by state."""
     ours: dict[str, states.Reading]
     stock: dict[str, states.Reading]
 
@@ -129,7 +129,7 @@ def _save_in_groups(rank: Rank) -> dict[str, Any]:
 
 
 def load_alone(rank: Rank) -> dict[str, Any]:
-    """On one rank, what four have saved."""
+    """Load on one rank what four ranks have saved."""
     from milepost import Checkpointer
 
     with Checkpointer(rank.root) as ck:

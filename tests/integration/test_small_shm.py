@@ -1,5 +1,5 @@
-"""File systems that are too small or can too little: no SIGBUS, no half file, an error with the
-numbers.
+"""File systems that are too small or lack a function: the error has the numbers, and there is no
+SIGBUS and no half-written file.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ try:
 except BaseException as error:
     print(type(error).__name__, len(calls) < 16, os.listdir(sys.argv[1]), threading.active_count())
 
-# Mount points of any bytes, elsewhere on the machine.
+# Other mount points of this machine, whose names may be any bytes.
 pages._populate = populate
 for name in (b"lat\\xe4n", b"a\\x0cb\\x0cc", b"two words"):
     there = os.path.join(os.fsencode(sys.argv[1]), name)

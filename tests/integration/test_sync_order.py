@@ -1,6 +1,4 @@
-"""What is synced before what, as the kernel sees it: a power failure may strike between any two
-calls.
-"""
+"""The order of syncs and renames as the kernel sees it: power may fail between any two calls."""
 
 from __future__ import annotations
 

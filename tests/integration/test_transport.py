@@ -1,4 +1,4 @@
-"""Sockets between nodes: CURVE on loopback, who is heard and who is not."""
+"""Sockets between nodes: CURVE on loopback, and which nodes are heard."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _word(text: str) -> Fail:
 
 
 class Peer:
-    """A transport with what it has heard."""
+    """A transport, and the messages that it has received."""
 
     def __init__(self, folder: Path, name: str) -> None:
         public, secret = zmq.curve_keypair()

@@ -1,4 +1,4 @@
-"""Whatever one rank commits, stock torch reads back bit for bit, as from its own checkpoint."""
+"""Stock torch reads everything that one rank commits bit for bit, as from its own checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NESTED = ["keys", "alignment", "nothing", "only_objects", "many"]
 
 
 class Run(NamedTuple):
-    """What the one run of this module has left."""
+    """The results of this module's one run."""
 
     root: Path
     expected: dict[str, dict[str, Any]]
@@ -32,7 +32,7 @@ class Run(NamedTuple):
     errors: dict[str, str]
     """Tracebacks of the saves that failed."""
     resumed: dict[str, Any]
-    """What was told of runs that went on, and of runs resumed from checkpoints."""
+    """Results of runs that went on, and of runs resumed from checkpoints."""
     quantized: tuple[Any, Any]
     """A quantised tensor as it was, and as stock torch reads it."""
     ours: dict[str, states.Reading]
@@ -67,7 +67,9 @@ def save_all(rank: Rank) -> dict[str, Any]:
 
 
 def _resume(ck: Any) -> dict[str, Any]:
-    """Go on for a step, and again from the checkpoint in a fresh model; tell both."""
+    """Train for a step, and do the same from the checkpoint in a fresh model; return both
+    results.
+    """
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     told: dict[str, Any] = {}

@@ -7,8 +7,8 @@ dcp.save(state, checkpoint_id=path)
 dcp.load(state, checkpoint_id=path)
 ```
 
-What is not ours is torch's, so that this module can stand where torch's did. See docs/dcp.md for
-what differs, and what is handed over to torch.
+All other names are torch's, so that this module can replace torch's. docs/dcp.md says what differs,
+and which calls are left to torch.
 """
 
 from __future__ import annotations

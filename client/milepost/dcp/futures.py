@@ -1,7 +1,7 @@
-"""The future of a save: it ends with the checkpoint, and the index is unpickled when asked for.
+"""The future of a save: it ends with the checkpoint, and unpickles the index when asked for it.
 
-Unpickling the index of ten thousand tensors takes a tenth of a second under Python's lock. That is
-the price of who asks, and not of the training that goes on meanwhile.
+Unpickling the index of ten thousand tensors takes a tenth of a second under Python's lock. Only a
+caller that asks for the index pays for this, not the training that goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class MetadataFuture(Future["Metadata"]):
-    """Ends once a save has ended. Its callbacks run on a thread of its own, which may block.
+    """Ends once a save has ended. Its callbacks run on a thread of their own, so they may block.
 
-    The thread is waited for when the interpreter exits: a save that was staged is finished.
+    The interpreter waits for this thread at its exit, so a staged save is finished.
     """
 
     def __init__(self) -> None:

@@ -56,7 +56,8 @@ def load(
     Reads and checks by `Reader`; see docs/dcp.md for what differs.
 
     Raises:
-        CheckpointException: it could not be loaded; `failures` tells by rank why, on all ranks.
+        CheckpointException: on all ranks: it could not be loaded; `failures` has the reasons by
+            rank.
         RuntimeError: neither a path nor a reader was given.
     """
     no_dist = no_dist or not dist.is_available() or not dist.is_initialized()
@@ -80,7 +81,7 @@ def load(
             "to load in a single process.",
             stacklevel=3,
         )
-    # Before anything may fail on one rank alone: all ranks have to count their calls alike.
+    # Do this before anything can fail on a single rank: all ranks must count the same calls.
     group = Group(0, 1, None) if no_dist else join_group(process_group)
     reader = _reader_of(storage_reader, checkpoint_id)
     _Load(state_dict, reader, planner or DefaultLoadPlanner(), group).run()
@@ -140,7 +141,7 @@ class _Load:
         self._content: dict[str, Any] = {}
         """The state, with what its Stateful entries have said."""
         self._own_failure: Exception | None = None
-        """What the state itself raised, and torch lets through as it is."""
+        """An exception of the state itself, which torch passes on unchanged."""
 
     def run(self) -> None:
         """Load. Raises as `load`."""
@@ -157,7 +158,7 @@ class _Load:
             self._presence.close()
 
     def _agree_on_plan(self) -> LoadPlan:
-        # A global plan that is made of nothing new need not travel.
+        # If the global plan changes nothing in the local plans, they need not travel.
         is_usual = (
             type(self._planner).create_global_plan is DefaultLoadPlanner.create_global_plan
             and type(self._reader).prepare_global_plan is FileSystemReader.prepare_global_plan
@@ -194,8 +195,8 @@ class _Load:
         return content
 
     def _read_metadata(self) -> tuple[Metadata, bool]:
-        """Return the index, and whether it is that of all ranks, or of this one alone where they
-        saved without one another.
+        """Return the index, and whether it is that of all ranks. If the ranks saved independently,
+        it is that of this rank alone.
         """
         try:
             return self._reader.read_metadata(), True

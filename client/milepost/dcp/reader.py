@@ -1,7 +1,7 @@
 """`Reader`: a storage reader for torch's planners that reads and checks as a milepost load does.
 
-Owns what torch asks of a `StorageReader`: the index, and the read items of a plan, which become
-requests of a fetch. Of other ranks it knows only what `share_with` was told. Sources:
+Provides what torch asks of a `StorageReader`: the index, and the read items of a plan, which become
+requests of a fetch. Knows of other ranks only what `share_with` was told. Sources:
 torch/distributed/checkpoint/{filesystem,planner,default_planner}.py (2.13).
 """
 
@@ -54,14 +54,14 @@ class Reader(FileSystemReader):
 
     Args:
         path: the checkpoint's directory.
-        _extension_registry: as of `FileSystemReader`; what was written through extensions is read
-            by torch's own code.
-        allow_pickle: unpickle objects and `.metadata` without looking, as torch does; only for
-            checkpoints that are trusted.
+        _extension_registry: as for `FileSystemReader`; torch's own code reads files that were
+            written through extensions.
+        allow_pickle: unpickle objects and `.metadata` without checks, as torch does; only for
+            checkpoints that you trust.
         verify: compare checksums.
 
-    A planner is asked for the memory of all tensors before one of them is read, and told of them
-    when all are there. Not thread-safe, as torch's is not.
+    Asks the planner for the memory of all tensors before it reads one of them, and tells the
+    planner when all tensors are read. Not thread-safe, as torch's reader.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Reader(FileSystemReader):
         return neighbours
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all items of a plan; what the future holds is there already.
+        """Read all items of a plan. The returned future is done already.
 
         Raises CorruptCheckpoint, naming files and tensors, LoadFailed("unsafe-object"), OSError.
         Objects are read before any tensor is written to.
@@ -312,10 +312,10 @@ class _Filled(NamedTuple):
 
 
 def _batches(wanted: Sequence[_Wanted], planner: LoadPlanner) -> Iterator[list[_Filled]]:
-    """Yield items with their memory, in as few batches as they can be read in.
+    """Yield items with their memory, in as few batches as possible.
 
-    Memory that two items share, as that of tied weights or a planner's buffer, is in two of them:
-    what one batch reads is written at the same time, and in torch the last one stays.
+    Items that share memory, such as tied weights or a planner's buffer, go into different batches:
+    a batch is written in any order, and with torch the last item wins.
     """
     batch, taken = list[_Filled](), set[tuple[object, ...]]()
     for each in wanted:
@@ -336,7 +336,7 @@ def _batches(wanted: Sequence[_Wanted], planner: LoadPlanner) -> Iterator[list[_
 
 
 def _place_of(memory: torch.Tensor) -> tuple[object, ...] | None:
-    """Return where a tensor's elements begin; None if there are none, or nobody knows."""
+    """Return where a tensor's elements begin; None if it has none, or if that is not known."""
     if not memory.numel() or memory.device.type == "meta":
         return None
     try:

@@ -1,10 +1,10 @@
 """`GroupSaver`: one rank's way to its daemon behind many calls of `save`, each to its own place.
 
 Owns the order of a save: agree with the other ranks, list the state, get a layout if the structure
-is new, copy, tell the daemon. It is a `Checkpointer` without a root: nothing is claimed, numbered
-or kept, and a path is given with each call.
+is new, copy, tell the daemon. It is like a `Checkpointer` without a root: it claims no root,
+numbers no attempts and removes no checkpoints, and each call names a path.
 
-Threads: `save` and `close` are for any thread; calls take turns.
+Threads: any thread may call `save` and `close`; calls take turns.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("milepost")
 
 DEADLINE_S: Final = 1800.0
-"""How long a save may take, and a rank be waited for: as long as torch's process groups wait."""
+"""How long a save may take, and how long to wait for a rank: as long as torch's process groups
+wait.
+"""
 
 ATTEMPT: Final = 1
 """Each saver is a job of its own, which never has another attempt."""
@@ -62,7 +64,9 @@ _STEP: Final = re.compile(r"(\d{1,18})$")
 
 
 class SaverLost(Exception):
-    """The daemon has refused this saver on some rank, or it was closed: all ranks need new ones."""
+    """The daemon refused this saver on some rank, or the saver was closed. All ranks need new
+    ones.
+    """
 
 
 class _Word(NamedTuple):
@@ -142,15 +146,15 @@ class GroupSaver:
         )
         self._saves = Saves(self._session, self.rank, is_raising=False)
         self._readers: dict[bool, ContentReader] = {}
-        """By whether replicas go to the lowest rank."""
+        """Readers of states, by whether replicas go to the lowest rank."""
         self._staging = BlockingStaging()
         self._pid = os.getpid()
         self._turn = Turn()
-        """Of the thread that is in `save`. Only that one changes what follows."""
+        """Held by the thread that is in `save`. Only this thread changes the fields below."""
         self._node: NodeRef | None = None
         self._meeting: Meeting | None = None
         self._root = ""
-        """What the daemons are told to be the job's root: where the first save went."""
+        """The path that the daemons get as the job's root: the place of the first save."""
         self._slots_count = 0
         self._open_places: dict[str, Save] = {}
         """The last save to each place, unless it has ended."""
@@ -212,11 +216,11 @@ class GroupSaver:
         """Save a state; return when it is copied and may change. All ranks call it alike.
 
         Args:
-            state: its Stateful entries called; or what one of them has raised, of which the other
-                ranks hear.
+            state: the state with its Stateful entries called; or the exception of one of them,
+                which the other ranks are told.
             target: where it goes.
             planner: the user's, as for `dcp.save`.
-            slots: how many images there is to be room for, at least.
+            slots: for how many images to make room, at least.
 
         Raises:
             CheckpointException: on all ranks: one of them cannot go on.
@@ -326,7 +330,7 @@ class GroupSaver:
                 del self._open_places[each]
 
     def _use_slots(self, count: int) -> None:
-        """Make room for so many images, if there is less."""
+        """Make room for this many images, if there is less."""
         if count <= self._slots_count:
             return
         assert self._meeting is not None
@@ -369,7 +373,7 @@ class GroupSaver:
 
 
 def _raised(act: Callable[[], object]) -> Exception | None:
-    """Return what an act raises."""
+    """Return the exception that a call raises."""
     try:
         act()
     except Exception as error:

@@ -1,7 +1,7 @@
 """The savers of this process: one for each process group, and one for saves without a group.
 
-Owns which saver is whose, and their end: with their group, or with the process. Knows nothing of
-states or paths.
+Knows which saver belongs to which group, and ends each with its group or with the process. Knows
+nothing of states or paths.
 
 Threads: any. A forked child has none of its parent's savers.
 """
@@ -29,7 +29,7 @@ log = logging.getLogger("milepost")
 
 
 class _Owner(NamedTuple):
-    """Whose saver one is: of a group and a daemon."""
+    """Whom a saver belongs to: a group and a daemon."""
 
     group: int
     """Its `id`; 0: of no group."""
@@ -66,7 +66,7 @@ class Savers:
         return kept.saver
 
     def drop(self, saver: GroupSaver) -> None:
-        """Close a saver that is of no use any more; `of` makes another one."""
+        """Close a saver that cannot be used any more; `of` makes another one."""
         with self._lock:
             for owner in [each for each, kept in self._kept.items() if kept.saver is saver]:
                 del self._kept[owner]
@@ -118,7 +118,7 @@ SAVERS: Final = Savers()
 def _forget_in_child() -> None:
     """Leave the parent's savers to the parent: their sockets and threads are not the child's.
 
-    They stay referred to, so that nothing is closed here that is shared with the parent.
+    Keeps references to them, so that nothing that is shared with the parent is closed here.
     """
     _inherited.append(dict(SAVERS._kept))
     SAVERS.__init__()  # type: ignore[misc]

@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("milepost")
 
 ASYNC_SLOTS: Final = 2
-"""Images there is room for once a save was asynchronous: one is written while one is filled."""
+"""For how many images there is room after an asynchronous save: one is written while the other is
+filled."""
 
 
 @_api_bc_check  # type: ignore[untyped-decorator]
@@ -68,7 +69,7 @@ def save(
     Returns once the checkpoint is durable and complete. See docs/dcp.md for what differs.
 
     Raises:
-        CheckpointException: it could not be saved; `failures` tells by rank why.
+        CheckpointException: it could not be saved; `failures` has the reasons by rank.
         RuntimeError: neither a path nor a writer was given.
     """
     no_dist = no_dist or not dist.is_available() or not dist.is_initialized()
@@ -118,8 +119,8 @@ def async_save(
     is durable and complete. With a stager that stages in the background the answer is an
     `AsyncSaveResponse`, as torch's is.
 
-    `async_checkpointer_type` and torch's own stagers have no effect: it is always a daemon that
-    writes. What `save` raises is in the future, but for what a `state_dict()` raises.
+    `async_checkpointer_type` and torch's own stagers have no effect: a daemon always writes. The
+    exceptions of `save` are in the future, except those of a `state_dict()`.
     """
     why = (
         why_not_ours(storage_writer, checkpoint_id, use_collectives=use_collectives)
@@ -160,7 +161,9 @@ def async_save(
 
 
 def _read(state_dict: STATE_DICT_TYPE) -> Mapping[Any, Any] | Exception:
-    """Return the state with its Stateful entries called, or what that has raised."""
+    """Return the state with its Stateful entries called, or the exception that one of them
+    raised.
+    """
     try:
         return call_stateful(state_dict)
     except Exception as error:

@@ -29,16 +29,17 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 AFTER_S: Final = 30.0
-"""Rank 0 may wait all of the time for a late rank before it answers."""
+"""How much longer the other ranks wait: rank 0 may wait the whole time for a late rank before it
+answers."""
 
 
 class _Word(NamedTuple):
-    """What a rank says of a step: that it could not take it, or what it has found."""
+    """What a rank says about a step: that it could not take it, or its result."""
 
     failure: tuple[BaseException, StackSummary] | None = None
     found: Any = None
     is_shared: bool = False
-    """Whether what was found is there."""
+    """Whether the result is included."""
 
 
 class _Answer(NamedTuple):
@@ -73,10 +74,10 @@ class Steps:
         self._has_ended = has_ended
         self._act = act
         self._answered = ""
-        """Rank 0: the key of its last answer, which all have read once they come again."""
+        """Rank 0: the key of its last answer. All ranks have read it when they come again."""
 
     def agree(self, step: str, act: Callable[[], _Result]) -> _Result:
-        """Do a step; return its result once all ranks have done it."""
+        """Take a step; return its result once all ranks have taken it."""
         return self._take(step, act, None)
 
     def exchange(
@@ -85,7 +86,7 @@ class Steps:
         act: Callable[[], _Result],
         reduce: Callable[[list[_Result]], Sequence[_Result]],
     ) -> _Result:
-        """Do a step; return this rank's part of what rank 0 makes of all ranks' results."""
+        """Take a step. Rank 0 makes an answer from all results; return this rank's part of it."""
         return self._take(step, act, reduce)
 
     def _take(
@@ -120,8 +121,8 @@ class Steps:
         word: _Word,
         reduce: Callable[[list[Any]], Sequence[Any]] | None,
     ) -> tuple[Any] | None:
-        """Say a word, and return this rank's part, if there are parts. Raises CheckpointException
-        with what any rank has failed in.
+        """Send this rank's word; return this rank's part of the answer, if it has parts. Raises
+        CheckpointException with the failures of all ranks.
         """
         group = self._group
         parts: list[bytes] = []
@@ -173,7 +174,7 @@ class Steps:
             raise CheckpointException(step, {0: _wrap_exception(error)}) from error
 
     def _leave(self, step: str, topic: str, error: BaseException) -> None:
-        """Tell the others that this rank goes; wait for nobody."""
+        """Tell the other ranks that this one leaves; wait for no answer."""
         group = self._group
         if group.store is None:
             return
@@ -223,7 +224,8 @@ def _packed(value: _Word | _Answer) -> bytes:
         if any(failures):
             pickle.loads(data)
     except Exception as error:
-        # An exception may hold anything, or not be made again by its arguments; its text travels.
+        # An exception may hold anything, or may not be reproducible from its arguments. So send its
+    # text.
         if isinstance(value, _Answer):
             return pickle.dumps(
                 _Answer({rank: _plain(each) for rank, each in value.failures.items()})

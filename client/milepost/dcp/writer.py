@@ -1,6 +1,7 @@
-"""`Writer`, and which saves are ours: where one goes, and why another is left to stock torch.
+"""`Writer`, and the decision which saves are ours: where a save goes, or why stock torch has to
+make it.
 
-Looks at arguments only.
+Looks only at arguments.
 
 Sources: torch/distributed/checkpoint/{filesystem,_storage_utils}.py (2.13).
 """
@@ -25,8 +26,8 @@ PLACE_CHARACTERS_MAX: Final = 3000
 
 
 class Writer(FileSystemWriter):
-    """A `FileSystemWriter` by another name: `milepost.dcp.save` writes for it, and stock
-    `torch.distributed.checkpoint.save` takes it as what it is.
+    """A `FileSystemWriter` with another name. With `milepost.dcp.save`, milepost writes; with
+    `torch.distributed.checkpoint.save`, it works as a `FileSystemWriter`.
 
     Arguments as of `FileSystemWriter`. `single_file_per_rank`, `sync_files`, `thread_count`,
     `per_thread_copy_ahead` and `cache_staged_state_dict` have no effect in `milepost.dcp`: each
@@ -35,10 +36,10 @@ class Writer(FileSystemWriter):
 
 
 _OURS: Final = (FileSystemWriter, Writer)
-"""Subclasses may write whatever they want."""
+"""The classes themselves; their subclasses may write anything."""
 
 _COPYING: Final = (DefaultStager, BlockingAsyncStager, *_OURS)
-"""Stagers that hand on what they were given."""
+"""Stagers that only copy what they are given."""
 
 
 class Target(NamedTuple):
@@ -105,7 +106,9 @@ def why_not_ours(
 
 
 def why_not_staged(async_stager: AsyncStager | None) -> str:
-    """Return why stock torch has to save what this stager makes of a state; "": it only copies."""
+    """Return why stock torch has to save what this stager makes from a state; "": it only
+    copies.
+    """
     if async_stager is None or type(async_stager) in _COPYING:
         return ""
     return f"the stager is a {type(async_stager).__name__}"

@@ -1,8 +1,8 @@
 """Which ranks of a group have ended, as far as this host can tell.
 
-Ranks that wait for one another would else wait for a killed one until their time is over. Only what
-is certain counts: a process of this user, in this namespace, that is no longer there. Of all others
-nothing is known.
+Without this, ranks would wait for a killed rank until their time is over. Only what is certain
+counts: a process of this user and of this namespace no longer exists. Nothing is known about other
+processes.
 
 Sources: proc_pid_stat(5), pid_namespaces(7), random(4) on boot_id.
 """
@@ -21,7 +21,9 @@ from milepost.link.rendezvous import Group
 _PROC: Final = Path("/proc")
 
 _ENDED_STATES: Final = ("Z", "X")
-"""Nobody has asked yet how it has ended, or it is just going."""
+"""States of an ended process: nobody has collected its exit status yet, or it is just
+disappearing.
+"""
 
 
 class Presence:
@@ -29,7 +31,7 @@ class Presence:
 
     Args:
         group: the ranks.
-        topic: names what they do together in the group's store; never used before.
+        topic: identifies their common call in the group's store; never used before.
     """
 
     def __init__(self, group: Group, topic: str) -> None:
@@ -53,7 +55,9 @@ class Presence:
                 self._store.delete_key(self._own_key)
 
     def has_ended(self, rank: int) -> bool:
-        """Tell whether a rank is known to have ended; never raises for what it cannot find out."""
+        """Whether a rank is known to have ended. False if that cannot be found out; never
+        raises.
+        """
         if self._store is None or not self._here:
             return False
         with suppress(OSError, RuntimeError, ValueError):
@@ -68,14 +72,16 @@ class Presence:
 
 
 def _namespace() -> str:
-    """Return the same for processes that see one another. Raises OSError."""
+    """Return a name for the namespace of this process: processes that see one another have the
+    same. Raises OSError.
+    """
     kernel = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
     return f"{kernel} {os.readlink(_PROC / 'self/ns/pid')} {os.geteuid()}"
 
 
 def _started(pid: int) -> str:
-    """Return when a process has started, in the kernel's ticks; "" if it has ended. Raises OSError
-    if that cannot be said.
+    """Return when a process started, in the kernel's ticks; "" if it has ended. Raises OSError if
+    that cannot be found out.
     """
     try:
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")

@@ -197,7 +197,7 @@ def _index_damage(checkpoint: Path, manifest: Manifest) -> str:
     try:
         found = isal_zlib.crc32(read_regular(checkpoint / METADATA_NAME))
     except OSError:
-        return ""  # Whoever tried to read it as an index has said so.
+        return ""  # The code that reads the index has reported this.
     if found == manifest.index_crc:
         return ""
     return f"its checksum is {found:08x}, but the manifest has {manifest.index_crc:08x}"

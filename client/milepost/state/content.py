@@ -135,7 +135,7 @@ class ContentReader:
         """Read the replicas that are due in the save of this number. Returns what gives their
         digests, packed, once a device is done with them; it keeps nothing of the state.
 
-        Objects that are no plain data are left out.
+        Objects that are not plain data are left out.
         """
         if not due or self._check_replicas == "off":
             return bytes

@@ -1,9 +1,9 @@
 """Digests: how a rank says in four bytes what value it holds.
 
-Values that are equal bit for bit have the same digest on every rank, and others almost never. Bits
-are what a checkpoint keeps, so NaNs with one payload are equal, and 0.0 and -0.0 are not. Owns
-which elements of a large tensor are read. Knows tensors and plain data; nothing of ranks, plans or
-saves.
+Values that are equal bit for bit have the same digest on every rank; others almost never have. Bits
+count, since a checkpoint keeps bits: NaNs with the same payload are equal, and 0.0 and -0.0 are
+not. Owns the choice of elements that are read of a large tensor. Knows tensors and plain data;
+nothing of ranks, plans or saves.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _GOLDEN: Final = 2_654_435_769
 
 
 class Scratch(Protocol):
-    """Memory beside some tensors, into which they are read."""
+    """Memory on the device of some tensors, into which they are read."""
 
     @property
     def memory(self) -> torch.Tensor:
@@ -57,7 +57,7 @@ class Scratch(Protocol):
 
 
 class _HostScratch:
-    """Host memory: what was read is there."""
+    """Host memory: reads are complete at once."""
 
     def __init__(self) -> None:
         self._view = memoryview(bytearray(HOST_SCRATCH_BYTES))
@@ -97,20 +97,22 @@ def scratch_on(device: torch.device) -> Scratch:
 
 
 class _Sample(NamedTuple):
-    """The elements of a large tensor that are read."""
+    """Which elements of a large tensor are read."""
 
     block: int
     """Elements in a block."""
     first: int
     """Where the second block begins; the first one begins at 0."""
     stride: int
-    """From there to the next one, and so on."""
+    """Distance from each block to the next one."""
     last: int
     """Where the last block begins."""
 
     @classmethod
     def of(cls, count: int, itemsize: int, moved: int) -> _Sample:
-        """Choose from so many elements, more than `WHOLE_BYTES_MAX`."""
+        """Choose blocks of a tensor with this many elements; it is larger than
+        `WHOLE_BYTES_MAX`.
+        """
         block = BLOCK_BYTES // itemsize
         stride = (count - 2 * block) // BLOCKS
         shift = (moved * _GOLDEN & 0xFFFFFFFF) * (stride - block + 1) >> 32
@@ -126,8 +128,8 @@ class _Sample(NamedTuple):
         ]
 
     def picked(self, source: torch.Tensor) -> torch.Tensor:
-        """Return the elements of the blocks, in the same order, of a tensor whose memory is in
-        another one.
+        """Return the elements of the blocks, in the same order, for a tensor that is not
+        contiguous.
         """
         device = source.device
         starts = torch.arange(BLOCKS, device=device) * self.stride + self.first
@@ -220,7 +222,7 @@ class _Batch:
 
 
 class TensorDigests:
-    """The digests of some tensors as they are now; those of a device are there a little later.
+    """The digests of some tensors as they are now. Digests from a device arrive a little later.
 
     Takes memory beside the tensors: `DEVICE_SCRATCH_BYTES` on a device; where there is not so much,
     its tensors have no digests, and the log says so. Waits for a device only if more than that is
@@ -295,7 +297,7 @@ class TensorDigests:
 
 
 class _Unusual(Exception):
-    """A value is no plain data, or too much of it."""
+    """A value is not plain data, or has too much of it."""
 
 
 def plain_digest(value: object) -> int | None:

@@ -265,7 +265,7 @@ class Place:
                 yield Path(entry.path)
 
     def _data_files(self) -> list[str]:
-        """Return the data files of the checkpoint that stands here, whoever wrote it."""
+        """Return the data files of the checkpoint that is here, whichever program wrote it."""
         if not self.is_checkpoint():
             return []
         return sorted(name for name in os.listdir(self.path) if _DATA_FILE.fullmatch(name))
