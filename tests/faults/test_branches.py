@@ -189,7 +189,7 @@ def test_with_one_checkpoint_kept_there_is_one_to_load_at_every_instant(
 
 
 @pytest.mark.parametrize("point", ["before-publish", "after-publish"])
-def test_a_save_that_newer_ones_overtake_moves_neither_latest_back_nor_is_kept(
+def test_a_save_that_newer_ones_overtake_is_not_kept_and_does_not_move_latest_back(
     folder: Path, shm: Path, point: str
 ) -> None:
     root, places = folder / "root", {"MILEPOST_SHM_DIR": str(shm)}

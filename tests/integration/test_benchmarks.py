@@ -137,7 +137,7 @@ def test_only_names_families_and_systems() -> None:
         _chosen(["cold"])
 
 
-def test_what_is_lost_is_the_call_and_all_that_steps_took_longer() -> None:
+def test_the_time_lost_is_the_call_and_the_extra_time_of_all_steps() -> None:
     # Quiet steps take 1 s. The call took 0.5 s; the first step waited 0.25 s at its guard; the
     # save ended within the third.
     steps = [Step(0.5, 2.0, 0.25), Step(2.0, 3.25, 0.0), Step(3.25, 4.5, 0.0)]

@@ -28,7 +28,7 @@ def prepare_behind(rank: Rank) -> dict[str, Any]:
     return {"steps": (first, loaded, second)}
 
 
-def test_whoever_waits_or_loads_waits_for_what_is_prepared_behind(
+def test_wait_and_load_wait_for_a_preparation_in_the_background(
     pair: list[Node], root: Path
 ) -> None:
     node, _ = pair
@@ -203,7 +203,7 @@ def interrupt_where_nobody_is_told(rank: Rank) -> dict[str, Any]:
     return {"steps": steps}
 
 
-def test_a_save_that_an_interrupt_left_to_nobody_ends_with_the_next_call(folder: Path) -> None:
+def test_the_next_call_ends_a_save_that_an_interrupt_left_open(folder: Path) -> None:
     root = folder / "root"
     with nodes(folder, 1, root) as (node,):
         (told,) = run_ranks(interrupt_where_nobody_is_told, root, [node])

@@ -197,7 +197,7 @@ def refuse(rank: Rank) -> list[Any]:
     return told
 
 
-def test_what_one_rank_fails_in_both_are_told_at_once_and_the_group_goes_on(root: Path) -> None:
+def test_a_failure_of_one_rank_is_told_to_both_at_once_and_the_group_goes_on(root: Path) -> None:
     root.mkdir()
     run_ranks(save_alone, root / "c", [None])
     first, second = run_ranks(refuse, root / "c", RANKS)

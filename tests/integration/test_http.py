@@ -98,7 +98,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(main())
 
 
-def test_status_is_served_as_it_is() -> None:
+def test_the_status_is_served_unchanged() -> None:
     async def main() -> None:
         daemon = Daemon()
         async with serving(daemon) as client:

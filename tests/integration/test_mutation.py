@@ -265,7 +265,7 @@ def run(request: pytest.FixtureRequest, module_folder: Path) -> Run:
         *(f"slots_{at}" for at in range(3)),
     ],
 )
-def test_a_checkpoint_holds_what_the_state_was_at_the_call(run: Run, name: str) -> None:
+def test_a_checkpoint_holds_the_state_at_the_moment_of_the_call(run: Run, name: str) -> None:
     assert run.expected[name] == run.values[name].values
 
 

@@ -165,7 +165,7 @@ def counted(folder: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
 @pytest.mark.parametrize("part", ["all", "columns"])
-def test_what_four_ranks_want_is_read_once(kind: str, part: Part, counted: Path) -> None:
+def test_bytes_that_four_ranks_want_are_read_once(kind: str, part: Part, counted: Path) -> None:
     told = run_ranks(load, write(counted, kind), [None] * 4, part=part)
     assert [None] * 4 == [each["error"] for each in told]
     assert all(each["is_right"] for each in told)
@@ -174,7 +174,7 @@ def test_what_four_ranks_want_is_read_once(kind: str, part: Part, counted: Path)
 
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
-def test_of_a_sharded_state_each_rank_reads_its_own(kind: str, counted: Path) -> None:
+def test_each_rank_reads_its_own_part_of_a_sharded_state(kind: str, counted: Path) -> None:
     told = run_ranks(load, write(counted, kind), [None] * 4, part="rows")
     assert all(each["is_right"] for each in told)
     assert sum(each["bytes"] for each in told) <= FILE_BYTES + 2 * SLACK_BYTES
@@ -207,7 +207,7 @@ def test_without_a_way_to_tell_the_others_each_reads_for_itself_and_says_so(coun
 
 @pytest.mark.parametrize("by", ["milepost", "dcp"])
 @pytest.mark.parametrize("dies", [0, 2])
-def test_ranks_of_whom_one_is_killed_read_on_and_say_who_has_ended(
+def test_ranks_go_on_reading_after_one_is_killed_and_name_it(
     dies: int, by: str, counted: Path
 ) -> None:
     told = run_ranks(

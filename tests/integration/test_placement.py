@@ -138,7 +138,7 @@ def is_writing(node: Node) -> bool:
 # --- place
 
 
-def test_every_thread_of_daemon_and_planner_is_as_nice_as_asked_and_where_it_was_asked(
+def test_every_thread_of_daemon_and_planner_has_the_niceness_and_the_cores_of_the_settings(
     folder: Path,
 ) -> None:
     root, core, go_on = folder / "root", max(everywhere()), folder / "go-on"
@@ -187,7 +187,7 @@ def test_by_default_the_daemon_reads_and_writes_at_the_lowest_level_of_best_effo
 @pytest.mark.skipif(
     platform.machine() not in ("x86_64", "aarch64"), reason="system calls have other numbers"
 )
-def test_where_a_container_refuses_everything_the_daemon_tells_each_once_and_works(
+def test_a_daemon_whose_container_refuses_everything_logs_each_refusal_once_and_works(
     folder: Path,
 ) -> None:
     root = folder / "root"
@@ -367,7 +367,7 @@ def test_a_save_that_is_aborted_under_a_limit_lets_go_at_once(folder: Path) -> N
         until(lambda: not list((root / ".partial").iterdir()), "nothing of it is left")
 
 
-def test_a_save_that_the_limit_cannot_get_done_in_time_fails_at_once_with_the_numbers(
+def test_a_save_that_cannot_end_in_time_under_the_limit_fails_at_once_with_the_numbers(
     folder: Path,
 ) -> None:
     root = folder / "root"

@@ -356,7 +356,7 @@ def test_ranks_that_staged_under_different_plans_make_one_checkpoint(tmp_path: P
     assert torch.equal(extra, load(checkpoint, extra=extra)["extra"])
 
 
-def test_what_this_node_cannot_see_is_named_and_looked_for_again(
+def test_a_file_that_this_node_cannot_see_is_looked_for_again_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:

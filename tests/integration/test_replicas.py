@@ -185,14 +185,14 @@ def _runs(ranks: Any) -> str:
     return {(0, 2, 3): "0, 2-3"}.get(tuple(ranks), f"{ranks[0]}-{ranks[-1]}")
 
 
-def test_what_is_equal_is_never_told(run: Run) -> None:
+def test_equal_replicas_are_never_reported(run: Run) -> None:
     said = run.ranks[0].warnings
     assert [] == said["equal"]
     assert [] == [text for texts in said.values() for text in texts if "'equal" in text]
 
 
 @pytest.mark.parametrize("name", [name for name in PLANNED if name != "equal"])
-def test_what_differs_is_told_once_by_key_and_ranks(run: Run, name: str) -> None:
+def test_replicas_that_differ_are_reported_once_by_key_and_ranks(run: Run, name: str) -> None:
     (warning,) = run.ranks[0].warnings[name]
     key = f"{name}.t" if name != "object" else "object.t"
     assert f"key '{key}" in warning
@@ -208,11 +208,11 @@ def test_a_shard_that_two_ranks_hold_is_compared(run: Run) -> None:
         assert "key 'grid.shard' differs by rank, rank 1 from rank 3;" in warning
 
 
-def test_a_key_is_told_once_also_in_another_structure(run: Run) -> None:
+def test_a_key_is_reported_once_even_in_another_structure(run: Run) -> None:
     assert [] == run.ranks[0].warnings["once more"]
 
 
-def test_only_the_first_rank_tells(run: Run) -> None:
+def test_only_the_first_rank_reports_differences(run: Run) -> None:
     for rank in run.ranks[1:]:
         assert [] == [text for texts in rank.warnings.values() for text in texts
                       if "differs" in text and "failed" not in text]  # fmt: skip
@@ -229,7 +229,7 @@ def test_a_save_whose_replicas_must_not_differ_fails_on_every_rank_and_leaves_no
         assert [] == rank.warnings["allowed"]
 
 
-def test_replicas_that_drift_apart_are_told_within_so_many_saves_once(run: Run) -> None:
+def test_replicas_that_drift_apart_are_reported_once_within_a_few_saves(run: Run) -> None:
     said = run.ranks[0].warnings
     assert [] == [text for step in range(4) for text in said[f"drift {step}"]]
     after = [text for step in range(4, 4 + SAVES_MAX) for text in said[f"drift {step}"]]
@@ -241,7 +241,7 @@ def test_replicas_that_drift_apart_are_told_within_so_many_saves_once(run: Run) 
     assert {""} == {run.ranks[0].outcomes[f"drift {step}"] for step in range(4 + SAVES_MAX)}
 
 
-def test_where_they_must_not_differ_no_save_is_published_while_they_do(run: Run) -> None:
+def test_no_save_is_published_while_replicas_differ_that_must_not(run: Run) -> None:
     for rank in run.ranks:
         names = ("before", "found", "found again", "mended")
         codes = ["", "replicas-differ", "replicas-differ", ""]
@@ -249,6 +249,6 @@ def test_where_they_must_not_differ_no_save_is_published_while_they_do(run: Run)
         assert ["before", "latest", "mended"] == rank.kept
 
 
-def test_nothing_is_compared_where_that_is_off(run: Run) -> None:
+def test_nothing_is_compared_if_that_is_off(run: Run) -> None:
     assert [] == run.ranks[0].warnings["off"]
     assert "" == run.ranks[0].outcomes["off"]

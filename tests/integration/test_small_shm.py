@@ -272,7 +272,7 @@ print(sum(counts), path.read_bytes() == image)
 """
 
 
-def test_where_direct_writes_and_fallocate_are_not_known_the_image_is_written_all_the_same(
+def test_an_image_is_written_even_without_direct_writes_and_fallocate(
     tmp_path: Path,
 ) -> None:
     refusal, *rest = in_own_file_system(tmp_path, "ramfs", REFUSING)

@@ -69,7 +69,7 @@ class Peer:
         return [each.message.cause.message for each in self.heard if isinstance(each.message, Fail)]
 
 
-def test_a_node_that_speaks_before_it_is_known_is_heard_when_it_is(folder: Path) -> None:
+def test_a_node_that_speaks_before_it_is_known_is_heard_once_it_is_known(folder: Path) -> None:
     async def main() -> None:
         a, b = Peer(folder / "a", "a"), Peer(folder / "b", "b")
         async with a.serving(), b.serving():

@@ -255,7 +255,7 @@ def test_a_daemon_that_loses_its_timers_is_found_by_its_handles(
 
 
 @pytest.mark.slow
-def test_a_slot_of_which_a_restarted_daemon_is_told_nothing_is_found(
+def test_a_slot_that_nobody_mentions_to_a_restarted_daemon_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     concluded = Ledger._concluded
@@ -268,7 +268,9 @@ def test_a_slot_of_which_a_restarted_daemon_is_told_nothing_is_found(
         run_all(300, 0)
 
 
-def test_a_removal_of_whatever_has_the_name_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removal_that_does_not_check_whose_checkpoint_it_removes_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def retire(root: Twin, name: str, save_id: str) -> Calls[bool]:
         yield from root._remove(root.disk.root, name)
         return True
@@ -278,7 +280,7 @@ def test_a_removal_of_whatever_has_the_name_is_found(monkeypatch: pytest.MonkeyP
         run_all(0, 1)
 
 
-def test_ranks_that_are_asked_and_not_heard_are_found_by_the_time_it_takes(
+def test_lost_answers_of_ranks_are_found_by_the_time_it_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Preemption, "reads_told", lambda preemption, rank, reads: [])
