@@ -334,7 +334,7 @@ def test_what_cannot_be_guarded_is_refused_by_name(pair: list[Node], root: Path)
     node, _ = pair
     ((without, planner, blocking, unprepared, missing, step),) = run_ranks(refuse, root, [node])
     assert "staging='overlap' needs optimizer=" in without
-    assert "staging='overlap' with a Planner" in planner
+    assert "staging='overlap' does not work with a Planner" in planner
     assert "no effect with staging='blocking'" in blocking
     assert "parameter 3 of Lockstep, of shape (64, 4096), is not in the state" in missing
     assert unprepared == missing
