@@ -225,7 +225,7 @@ def _packed(value: _Word | _Answer) -> bytes:
             pickle.loads(data)
     except Exception as error:
         # An exception may hold anything, or may not be reproducible from its arguments. So send its
-    # text.
+        # text.
         if isinstance(value, _Answer):
             return pickle.dumps(
                 _Answer({rank: _plain(each) for rank, each in value.failures.items()})
