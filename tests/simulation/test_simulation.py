@@ -484,6 +484,7 @@ class Both:
                 str(path.relative_to(real.path))
                 for folder in (real.path, real.path / ".partial")
                 for path in folder.glob("*/note-*")
+                if not path.parent.is_symlink()
             ),
             "latest": os.readlink(real.path / "latest")
             if (real.path / "latest").is_symlink()

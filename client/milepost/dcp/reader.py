@@ -27,6 +27,7 @@ from milepost.fetching.checksums import KnownChecksums
 from milepost.fetching.fetch import fetch
 from milepost.fetching.index import CheckpointIndex, read_index
 from milepost.fetching.neighbours import Neighbours
+from milepost.fetching.overlaps import apart
 from milepost.fetching.requests import Blob, Fetched, ObjectRead, TensorRead
 from milepost.format.manifest import METADATA_NAME
 from milepost.reading.blobs import damaged, settled
@@ -230,7 +231,8 @@ class Reader(FileSystemReader):
     ) -> None:
         reads = [self._request(wanted, memory) for wanted, memory in batch
                  if memory.device.type != "meta"]  # fmt: skip
-        self._fetch(place, reads, [], checksums)
+        for group in apart(reads):
+            self._fetch(place, group, [], checksums)
         for (item, _), memory in batch:
             planner.commit_tensor(item, memory)
 

@@ -29,6 +29,7 @@ from milepost.fetching.checksums import KnownChecksums
 from milepost.fetching.fetch import fetch
 from milepost.fetching.index import CheckpointIndex, Destination
 from milepost.fetching.neighbours import Neighbours
+from milepost.fetching.overlaps import apart
 from milepost.fetching.requests import Fetched, ObjectRead, TensorRead
 
 log = logging.getLogger("milepost")
@@ -96,7 +97,8 @@ class FetchReader:
 
     def fill(self, destinations: Sequence[Destination]) -> None:
         """See `BlobReader`."""
-        self._fetch(self._index.tensor_reads(destinations), [])
+        for group in apart(self._index.tensor_reads(destinations)):
+            self._fetch(group, [])
 
     def _fetch(self, tensors: Sequence[TensorRead], objects: Sequence[ObjectRead]) -> Fetched:
         self._neighbours.listen()
