@@ -681,7 +681,8 @@ class Root:
     def _discard(self, save: SaveRef) -> Calls[None]:
         partial = self.disk.partial
         yield from self._delete_tree(partial, self._aborted_of(save))
-        yield "listdir"
+        if self.has_index(save.name):
+            yield "listdir"
         for name in list(partial.entries):
             was_replaced = name.endswith(REPLACED) and name.rsplit(".", 2)[0] == save.name
             if was_replaced and self._is_spent(name):
