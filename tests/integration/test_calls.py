@@ -231,3 +231,47 @@ def test_a_checkpoint_has_the_modes_of_the_trainers_umask_not_of_the_daemons(
     assert {0o666 & ~umask} == set(modes.values())
     folders = (root, root / ".partial", root / ".milepost-run", folder)
     assert {0o777 & ~umask} == {stat.S_IMODE(path.stat().st_mode) for path in folders}
+
+
+def save_where_people_put_files(rank: Rank) -> dict[str, Any]:
+    from milepost import Checkpointer, KeepLast
+
+    def save(ck: Checkpointer, step: int, value: float) -> None:
+        ck.save(step, {"w": torch.full((10,), value)}).wait(60)
+
+    folder = rank.root / "step_1"
+    with Checkpointer(rank.root) as ck:
+        save(ck, 1, 1.0)
+    (folder / "config.json").write_text("{}")
+    (folder / "best").mkdir()
+    (folder / "best" / ".metadata").write_text("nested")
+    (rank.root / "step_2").mkdir()
+    (rank.root / "step_2" / "log").write_text("made before")
+    (rank.root / "latest").unlink()
+    (rank.root / "latest").write_text("mine")
+    told: dict[str, Any] = {}
+    with Checkpointer(rank.root, keep=KeepLast(1)) as ck:
+        save(ck, 1, 2.0)
+        state = {"w": torch.zeros(10)}
+        told["loaded"] = (ck.load(state, step=1).step, state["w"][0].item())
+        told["replaced"] = sorted(path.name for path in folder.iterdir())
+        save(ck, 2, 3.0)
+        until(lambda: ck.steps() == [2], "retention has removed step 1")
+    return told
+
+
+def test_what_people_put_below_a_root_outlives_replacing_and_retention(
+    folder: Path,
+) -> None:
+    root = folder / "root"
+    with nodes(folder, 1, root) as (node,):
+        (told,) = run_ranks(save_where_people_put_files, root, [node])
+        until(lambda: not os.listdir(root / ".partial"), "nothing is left over")
+        log = node.log.read_text()
+    assert (1, 2.0) == told["loaded"]
+    assert [".metadata", ".milepost", "__0_0.distcp", "best", "config.json"] == told["replaced"]
+    assert ["best", "config.json"] == sorted(os.listdir(root / "step_1"))
+    assert "nested" == (root / "step_1" / "best" / ".metadata").read_text()
+    assert "made before" == (root / "step_2" / "log").read_text()
+    assert "mine" == (root / "latest").read_text()
+    assert [1, 1] == [log.count(event) for event in ("retention.kept", "latest.foreign")]

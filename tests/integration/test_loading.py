@@ -226,7 +226,7 @@ def save_one(rank: Rank) -> None:
 
 
 LOAD = """
-import sys, torch
+import os, signal, sys, time, torch
 import milepost
 
 state = {"w": torch.zeros(4)}
@@ -234,6 +234,10 @@ assert 1 == milepost.load(sys.argv[1], state).step
 with milepost.Checkpointer(sys.argv[1]) as ck:
     assert 1 == ck.load(state).step
     assert [1] == ck.steps()
+    assert not ck.preempted
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not ck.preempted:
+        time.sleep(0.05)
     try:
         ck.save(2, state).wait(10)
     except milepost.SaveFailed as error:
