@@ -6,8 +6,8 @@ What must be survived, at any moment and in any number, one after another and at
 * a daemon killed, also right when a rank is told to go, or stopped and continued; a trainer killed,
   also between sealing its image and saying so; all trainers killed; a new attempt with another
   number of ranks;
-* a machine's power gone: its daemon, trainers and shared memory, and of the shared directory what
-  it had not synced; with or without its run directory;
+* a machine loses its power: its daemon, trainers and shared memory are gone, and so are its
+  unsynced changes of the shared directory; its run directory is kept or lost;
 * the power of all machines and of the storage gone at once: all that nobody had synced;
 * on one node or on all: a file system that is full, that fails, that fails for a passing reason,
   that hangs for a while.

@@ -350,7 +350,7 @@ class Oracle:
         )
 
     def _lies_aside(self, save_id: str, name: str) -> bool:
-        """Whether it is whole, in a place from which it gets its name back, now or at the next
+        """Whether a whole checkpoint lies aside, where it gets its name back now or at the next
         start.
         """
         for part, inode in self.disk.partial.entries.items():

@@ -62,7 +62,7 @@ def open_new(path: str | Path, umask: int = UNKNOWN, *, folder: int | None = Non
 
 
 def make_directory(path: Path, umask: int = UNKNOWN) -> None:
-    """Make a directory unless it is there, which then stays as it is. Raises OSError."""
+    """Make a directory; an existing one stays unchanged. Raises OSError."""
     if umask in (UNKNOWN, own_umask()):
         path.mkdir(exist_ok=True)
         return
