@@ -12,6 +12,7 @@ are what people see, `folder` is where it all happens. Imports nothing until it 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 FOLDER_NAME = "demo-run"
@@ -24,6 +25,8 @@ def main() -> int:
     Raises UsageError if the folder holds something that no demonstration made, or if a
     demonstration is using it.
     """
+    # torch's store warns of its clients on a machine that cannot look up their names.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from milepost.demo.launcher import run_demo
 
     return run_demo(Path.cwd() / FOLDER_NAME)
