@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -559,13 +559,25 @@ def main() -> None:
     """Console script."""
     # torch does without numpy, and says so; nothing here needs it.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-    try:
-        app()
-    except MilepostError as error:
-        _complain(f"error: {error.message}")
-        if error.hint:
-            _complain(f"hint: {error.hint}")
-        raise SystemExit(_exit_code(error)) from None
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        # Whoever has closed one of the two wants nothing to be told there.
+        redirect_stdout(sys.stdout or nowhere),
+        redirect_stderr(sys.stderr or nowhere),
+    ):
+        try:
+            app()
+        except OSError as error:
+            # On a full disk, say: what is left for stdout is not to be tried again.
+            with suppress(OSError, ValueError):
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            _complain(f"error: {error}")
+            raise SystemExit(EXIT_DAMAGED) from None
+        except MilepostError as error:
+            _complain(f"error: {error.message}")
+            if error.hint:
+                _complain(f"hint: {error.hint}")
+            raise SystemExit(_exit_code(error)) from None
 
 
 def _exit_code(error: MilepostError) -> int:

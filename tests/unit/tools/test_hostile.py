@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,18 @@ def test_a_place_in_the_state_that_none_can_have_is_damage(
     without_manifest(checkpoint, lambda metadata: metadata.planner_data.update(o=path))
     found = codes(run, checkpoint)
     assert {"list": 0, "inspect": 0, "verify": 0, "export": 1, "diff": 0} == found
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_full_or_closed_stdout_ends_a_command_with_a_line(
+    options: tuple[str, ...],
+    checkpoint: Path,
+    run: Commands,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert 1 == run("inspect", checkpoint, *options)
+        assert "error: [Errno 28] No space left on device\n" == run.err
+        patch.setattr(sys, "stdout", None)
+        assert 0 == run("inspect", checkpoint, *options)
