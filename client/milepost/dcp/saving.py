@@ -89,7 +89,8 @@ def save(
         )
         return metadata
     if no_dist:
-        _warn_alone()
+        # Past the wrapper that takes a writer by position.
+        _warn_alone(stacklevel=4)
     target = target_of(storage_writer, checkpoint_id)
     state = _read(state_dict)
     try:
@@ -142,7 +143,7 @@ def async_save(
         )
     no_dist = no_dist or not dist.is_available() or not dist.is_initialized()
     if no_dist:
-        _warn_alone()
+        _warn_alone(stacklevel=3)
     state, future = _read(state_dict), MetadataFuture()
     try:
         target = target_of(storage_writer, checkpoint_id)
@@ -193,9 +194,10 @@ def _tell(act: str, why: str) -> None:
     log.info("milepost.dcp.%s leaves this one to torch.distributed.checkpoint: %s", act, why)
 
 
-def _warn_alone() -> None:
+def _warn_alone(stacklevel: int) -> None:
+    """Warn as torch does; the warning names the caller's line."""
     warnings.warn(
         "torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to "
         "save in a single process.",
-        stacklevel=4,
+        stacklevel=stacklevel,
     )

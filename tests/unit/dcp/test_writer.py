@@ -92,6 +92,22 @@ def test_no_path_is_refused_in_torchs_words(path: Any) -> None:
         target_of(None, path)
 
 
+@pytest.mark.parametrize("call", [dcp.save, dcp.async_save])
+def test_the_warning_that_there_is_no_group_names_the_callers_line(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError("no daemon here")
+
+    monkeypatch.setattr("milepost.dcp.saving._begin", refuse)
+    with (
+        pytest.warns(UserWarning, match="torch.distributed is disabled") as warned,
+        pytest.raises(RuntimeError, match="no daemon here"),
+    ):
+        call({}, checkpoint_id=tmp_path).result(0)
+    assert [__file__] == [each.filename for each in warned]
+
+
 @pytest.mark.parametrize(
     ("step", "place"),
     [(7, "/x/step_7"), (12, "/x/12"), (300, "/x/ckpt-00300"), (-1, "/x/last"), (-1, "/7/last")],
