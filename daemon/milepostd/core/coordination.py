@@ -1,7 +1,7 @@
-"""The coordinator's part in one save: it has a plan made if a rank needs one, waits until all nodes
-are prepared, has the index built, and publishes.
+"""The coordinator's part in one save: it asks for a plan if a rank needs one, waits until all nodes
+are prepared, asks for the index, and publishes.
 
-The node of rank 0 is the coordinator. It takes part as every other node does, too.
+The node of rank 0 is the coordinator. It is also a participant, like every other node.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Images:
         return FragmentDurable(save=save, fragment=name)
 
     def abandon(self, command: AbandonWrite) -> None:
-        """Have a write end at its next block, and let others write in case it never gets there."""
+        """End a write at its next block. Let other images be written if it hangs before that."""
         key = (command.save.job, command.save.save_id, command.rank)
         if key in self._paces:
             self._paces[key].stop()

@@ -252,7 +252,7 @@ def _decode_path(kind: Any, value: Any) -> Any:
 
 
 def _type_fault(error: msgspec.ValidationError, raw: Any, name: str) -> str:
-    """Return what was expected, and what came unless it is a secret."""
+    """Return which value was expected, and, unless it is a secret, which one was given."""
     shown = "" if name == "http_token" else f", got {raw!r}"
     text = str(error)
     if "regex" in text:
