@@ -19,10 +19,14 @@ pytest.register_assert_rewrite("tests.faults", "tests.integration", "tests.simul
 settings.register_profile("milepost", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("milepost")
 
-# A shell starts what it puts in the background with Ctrl-C ignored, and children inherit that. The
-# tests that interrupt a command would then wait for nothing.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell starts what it puts in the background with Ctrl-C ignored, `nohup` ignores the end of the
+# terminal, and children inherit both. Tests that interrupt a command would then wait for nothing.
+for _number, _default in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _default)
 
 FOLDERS: Final = ("unit", "simulation", "integration", "faults")
 """The cheapest first: what is simply wrong is told within a minute."""
