@@ -14,6 +14,7 @@ import pytest
 
 from tests.integration.cluster import Node, Rank, judge, run_ranks, until
 from tests.integration.test_dcp_load import full, sharded_state, without_numpy
+from tests.integration.test_refusals import Records
 
 VALUES = {
     "path": 1.0, "positional": 2.0, "writer": 3.0, "stock": 4.0, "async": 5.0, "response": 6.0,
@@ -393,6 +394,34 @@ def test_an_asynchronous_save_is_finished_by_the_daemon_that_follows_one_that_wa
     (names,) = run_ranks(save_while_the_daemon_dies, root, [None], environment=environment)
     assert ["first", "second", "third"] == names
     assert [{"second": 0.5, "third": 1.0}] == judge(load_plain, 1, str(root), ["second", "third"])
+
+
+def save_what_drifts(rank: Rank) -> list[str]:
+    import torch
+
+    import milepost.dcp
+
+    dcp: Any = milepost.dcp
+    records = Records()
+    logging.getLogger("milepost").addHandler(records)
+
+    state = {f"t{i}": torch.zeros(1024) for i in range(200)}
+    for number in range(4):
+        dcp.save(state, checkpoint_id=rank.root / f"equal {number}")
+    state["t150"][3] = rank.rank
+    # As many saves as compare all: 200 tensors, a quarter of a MiB of them in each.
+    for number in range(7):
+        dcp.save(state, checkpoint_id=rank.root / f"drifted {number}")
+    return [text for text in records.said if "replicas-differ" in text]
+
+
+def test_replicas_that_drift_apart_between_saves_are_told_once(
+    pair: list[Node], root: Path
+) -> None:
+    root.mkdir()
+    told, nothing = run_ranks(save_what_drifts, root, pair)
+    assert ["key 't150' differs by rank"] == [text.partition(",")[0] for text in told]
+    assert [] == nothing
 
 
 def leave_unfinished(rank: Rank) -> None:

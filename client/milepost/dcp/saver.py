@@ -26,6 +26,7 @@ from milepost.dcp.steps import Steps
 from milepost.dcp_format.index import read_metadata
 from milepost.errors import MilepostError, Rejected, UsageError
 from milepost.format.manifest import METADATA_NAME
+from milepost.ledger import count_of
 from milepost.link.rendezvous import Introduction, meet
 from milepost.link.session import JOIN_S, Session
 from milepost.saving.planning import Planning
@@ -297,6 +298,7 @@ class GroupSaver:
         filling = self._staging.choose(content.items)
         if not self._saves.take_turn(ref, may_wait=True):
             return
+        plan = self._saves.plan_of(content.structure)
         planning = Planning(
             self._session,
             self._saves,
@@ -308,9 +310,14 @@ class GroupSaver:
         )
         with self._saves.slots.at_work(lambda: self._saves.is_over(ref)) as stager:
             placed = planning.put_in_force(ref, handle, content)
-            if placed is not None:
-                listener = Handover(self._saves, ref, handle)
-                filling.fill(stager, self._saves.slots.take(), ref, placed.objects, listener)
+            if placed is None:
+                return
+            number = count_of(ref.save_id)
+            # A plan that was made just now has compared all replicas.
+            due = () if plan is None else plan.rota.due_in(number)
+            slot, listener = self._saves.slots.take(), Handover(self._saves, ref, handle)
+            digests = reader.digests(placed, due, number)
+            filling.fill(stager, slot, ref, placed.objects, listener, digests)
 
     def _reader_of(self, planner: SavePlanner | None) -> ContentReader:
         """Return what reads a state by this planner. A user's planner plans anew in each save."""
