@@ -17,6 +17,7 @@ from milepost.options import check_step
 from milepost.reading.choice import load_chosen
 from milepost.reading.restore import LoadOptions, LoadReport, load_checkpoint
 from milepost.storage.claims import reading
+from milepost.storage.paths import absolute
 from milepost.storage.root import Root
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def load(
     check_timeout(timeout_s)
     step = None if step is None else check_step(step)
     try:
-        place = Path(os.path.abspath(os.fspath(path)))
+        place = Path(absolute(path))
     except TypeError as error:
         raise UsageError("usage", f"path is {path!r}, not a path", "name a directory") from error
     if no_dist and process_group is not None:

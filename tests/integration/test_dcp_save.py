@@ -344,6 +344,17 @@ def keys_of(rank: int, world: int, path: str) -> list[str]:
     return sorted(stock.FileSystemReader(path).read_metadata().state_dict_metadata)
 
 
+class Deadly:
+    """A Stateful that ends its process."""
+
+    def state_dict(self) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
 def die_while_saving(rank: Rank) -> Any:
     import milepost.dcp
 
@@ -352,6 +363,25 @@ def die_while_saving(rank: Rank) -> Any:
     dcp.save({"x": 1.5}, checkpoint_id=rank.root / "c")
     state = {"x": Unpicklable() if rank.rank else 2.5, "y": 0}
     return raised(lambda: dcp.save(state, checkpoint_id=rank.root / "c"))
+
+
+def die_before_saving(rank: Rank) -> Any:
+    import milepost.dcp
+
+    dcp: Any = milepost.dcp
+
+    return raised(
+        lambda: dcp.save({"x": Deadly() if rank.rank else 2.5}, checkpoint_id=rank.root / "c")
+    )
+
+
+def test_a_rank_that_dies_before_a_first_save_is_not_waited_for(
+    pair: list[Node], root: Path
+) -> None:
+    root.mkdir()
+    (kind, failures), _ = run_ranks(die_before_saving, root, pair, expect_death=[1])
+    assert "CheckpointException" == kind
+    assert "rank 1 ended while others waited for it" in str(failures)
 
 
 def test_the_old_checkpoint_stays_when_a_rank_dies_while_it_is_overwritten(
@@ -422,6 +452,31 @@ def test_replicas_that_drift_apart_between_saves_are_told_once(
     told, nothing = run_ranks(save_what_drifts, root, pair)
     assert ["key 't150' differs by rank"] == [text.partition(",")[0] for text in told]
     assert [] == nothing
+
+
+def save_by_odd_paths(rank: Rank) -> str:
+    import milepost.dcp
+
+    dcp: Any = milepost.dcp
+
+    deep, elsewhere = rank.root / "real" / "deep", rank.root / "elsewhere"
+    deep.mkdir(parents=True)
+    elsewhere.mkdir()
+    (rank.root / "link").symlink_to(deep)
+    os.chdir(rank.root)
+    dcp.save({"x": 1.5}, checkpoint_id="link/../z")
+    future = dcp.async_save({"x": 2.5}, checkpoint_id="relative")
+    os.chdir(elsewhere)
+    return str(future.result(60).storage_meta.checkpoint_id)
+
+
+def test_a_path_means_what_it_meant_to_the_system_when_the_save_was_called(
+    pair: list[Node], root: Path
+) -> None:
+    root.mkdir()
+    assert ["relative"] == run_ranks(save_by_odd_paths, root, pair[:1])
+    expected = {"real/z": 1.5, "relative": 2.5}
+    assert [expected] == judge(load_plain, 1, str(root), list(expected))
 
 
 def leave_unfinished(rank: Rank) -> None:

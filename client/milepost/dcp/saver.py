@@ -27,6 +27,7 @@ from milepost.dcp_format.index import read_metadata
 from milepost.errors import MilepostError, Rejected, UsageError
 from milepost.format.manifest import METADATA_NAME
 from milepost.ledger import count_of
+from milepost.link.presence import Presence
 from milepost.link.rendezvous import Introduction, meet
 from milepost.link.session import JOIN_S, Session
 from milepost.saving.planning import Planning
@@ -115,7 +116,8 @@ class Pending:
             if self._error is not None:
                 raise self._error
             self._handle.wait()
-            return SavedBytes(self._target.path, (self._target.path / METADATA_NAME).read_bytes())
+            pickled = (Path(self._target.place) / METADATA_NAME).read_bytes()
+            return SavedBytes(self._target.path, pickled)
         except PlannerFailed as error:
             failures = {rank: _wrap_exception(each) for rank, each in error.raised.items()}
             raise CheckpointException("plan", failures) from error
@@ -137,7 +139,8 @@ class GroupSaver:
     def __init__(self, group: Group, run_dir: Path, *, is_embedded: bool) -> None:
         self.rank = group.rank
         self._group = group
-        self._steps = Steps(group, DEADLINE_S, act="dcp")
+        self._presence = Presence(group, "dcp")
+        self._steps = Steps(group, DEADLINE_S, self._presence.has_ended, act="dcp")
         self._steps_taken = 0
         self._session = Session(
             run_dir,

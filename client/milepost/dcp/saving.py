@@ -92,6 +92,8 @@ def save(
         # Past the wrapper that takes a writer by position.
         _warn_alone(stacklevel=4)
     target = target_of(storage_writer, checkpoint_id)
+    # First, since it tells the other ranks about this process: a `state_dict()` may end it.
+    SAVERS.of(process_group, no_dist=no_dist)
     state = _read(state_dict)
     try:
         pending = _begin(state, target, planner, process_group, no_dist=no_dist, slots=1)
@@ -144,6 +146,7 @@ def async_save(
     no_dist = no_dist or not dist.is_available() or not dist.is_initialized()
     if no_dist:
         _warn_alone(stacklevel=3)
+    SAVERS.of(process_group, no_dist=no_dist)  # First, as in `save`.
     state, future = _read(state_dict), MetadataFuture()
     try:
         target = target_of(storage_writer, checkpoint_id)

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager
 
+from milepost.storage.paths import absolute
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import StorageMeta
     from torch.distributed.checkpoint.staging import AsyncStager
@@ -47,18 +49,16 @@ class Target(NamedTuple):
 
     Attributes:
         path: the checkpoint's directory, as it was given.
+        place: the same as an absolute path, which stays right if the program changes its working
+            directory; see `absolute`.
         overwrite: whether a checkpoint that stands there may be replaced.
         storage_meta: what planners are told.
     """
 
     path: Path
+    place: str
     overwrite: bool
     storage_meta: StorageMeta | None
-
-    @property
-    def place(self) -> str:
-        """The directory's absolute path; links are not resolved."""
-        return os.path.abspath(self.path)
 
 
 def target_of(
@@ -76,9 +76,8 @@ def target_of(
     elif checkpoint_id is not None:
         storage_writer.reset(checkpoint_id)
     assert isinstance(storage_writer, FileSystemWriter)
-    return Target(
-        Path(storage_writer.path), storage_writer.overwrite, storage_writer.storage_meta()
-    )
+    path = Path(storage_writer.path)
+    return Target(path, absolute(path), storage_writer.overwrite, storage_writer.storage_meta())
 
 
 def why_not_ours(
@@ -100,7 +99,7 @@ def why_not_ours(
     path = getattr(storage_writer, "path", "") if checkpoint_id is None else checkpoint_id
     if "://" in str(path):
         return f"{path} is a URL"
-    if len(os.path.abspath(path)) > PLACE_CHARACTERS_MAX or not str(path).isprintable():
+    if len(absolute(path)) > PLACE_CHARACTERS_MAX or not str(path).isprintable():
         return "no daemon can be told the path"
     return ""
 

@@ -73,16 +73,22 @@ def _is_tensor(entry: Any) -> bool:
 
 
 def _is_place(index: Any, info: Any) -> bool:
-    """Tell whether the fields of an entry of `storage_data` have their types."""
+    """Tell whether the fields of an entry of `storage_data` have their types, and are possible."""
     try:
         return (
             isinstance(index.fqn, str)
             and (index.offset is None or _is_box(index.offset))
             and isinstance(info.relative_path, str)
-            and type(info.offset) is type(info.length) is int
+            and _is_count(info.offset)
+            and _is_count(info.length)
         )
     except AttributeError:
         return False
+
+
+def _is_count(value: Any) -> bool:
+    """Tell whether this is a number of bytes that a file can have."""
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _is_box(value: Any) -> bool:

@@ -48,6 +48,7 @@ from milepost.storage.fate import Fate
 from milepost.storage.modes import UNKNOWN, make_directory
 from milepost.storage.names import ABORTED, check_save_id
 from milepost.storage.outcomes import given_up, remove_leftovers
+from milepost.storage.paths import absolute
 from milepost.storage.refusals import reported
 from milepost.storage.removals import ABANDONED_S
 
@@ -73,12 +74,12 @@ class Place:
     """A directory for one checkpoint on a file system that all nodes share.
 
     Args:
-        path: made absolute, not resolved: nodes compare it as it was given.
+        path: made absolute; see `paths.absolute`.
         umask: gives the modes of what a save makes here; `modes.UNKNOWN`: this process's own.
     """
 
     def __init__(self, path: str | os.PathLike[str], umask: int = UNKNOWN) -> None:
-        self.path: Final = Path(os.path.abspath(path))
+        self.path: Final = Path(absolute(path))
         self._umask: Final = umask
 
     # --- before a save ----------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from milepost.storage.contents import foreign_in
 from milepost.storage.durable import replace_file
 from milepost.storage.modes import UNKNOWN
 from milepost.storage.names import RootPaths
+from milepost.storage.paths import absolute
 from milepost.storage.refusals import reported
 
 if TYPE_CHECKING:
@@ -41,12 +42,12 @@ class Root:
     """One directory of checkpoints on a file system that all nodes share.
 
     Args:
-        path: made absolute, not resolved: the daemon and its peers compare it as it was given.
+        path: made absolute, see `paths.absolute`: the daemon and its peers compare it.
         umask: gives the modes of what a save makes here; `modes.UNKNOWN`: this process's own.
     """
 
     def __init__(self, path: str | os.PathLike[str], umask: int = UNKNOWN) -> None:
-        self.path: Final = Path(os.path.abspath(path))
+        self.path: Final = Path(absolute(path))
         self._umask: Final = umask
         self._paths: Final = RootPaths(self.path)
 

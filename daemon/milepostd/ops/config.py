@@ -18,6 +18,7 @@ import msgspec
 
 from milepost.errors import UsageError
 from milepost.link.run_dir import SOCKET_NAME, SOCKET_PATH_BYTES_MAX, default_run_dir, socket_path
+from milepost.storage.paths import absolute
 from milepostd.ops.addresses import TCP_ADDRESS, check_http, is_wildcard, port_fault
 from milepostd.ops.faults import parse_faults
 from milepostd.ops.placement import parse_cores
@@ -247,7 +248,7 @@ def _decode_path(kind: Any, value: Any) -> Any:
     if kind is Path:
         if not isinstance(value, str | Path):
             raise ValueError(f"expected a path, got {type(value).__name__}")
-        return Path(os.path.abspath(os.path.expanduser(value)))
+        return Path(absolute(os.path.expanduser(value)))
     raise NotImplementedError(kind)
 
 

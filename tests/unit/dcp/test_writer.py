@@ -78,8 +78,11 @@ def test_a_stager_of_ones_own_is_left_to_torch() -> None:
 
 def test_a_writers_path_and_settings_tell_where_a_save_goes(tmp_path: Path) -> None:
     writer = FileSystemWriter(tmp_path / "a", overwrite=False)
-    assert (tmp_path / "a", False) == target_of(writer, None)[:2]
-    assert (tmp_path / "b", False) == target_of(writer, str(tmp_path / "b"))[:2]
+    for target, name in (
+        (target_of(writer, None), "a"),
+        (target_of(writer, str(tmp_path / "b")), "b"),
+    ):
+        assert (tmp_path / name, False) == (target.path, target.overwrite)
     target = target_of(None, tmp_path)
     assert (tmp_path, True, str(tmp_path)) == (target.path, target.overwrite, target.place)
     assert target.storage_meta is not None

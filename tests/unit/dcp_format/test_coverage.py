@@ -85,6 +85,8 @@ def test_boxes_may_be_tuples_of_integers() -> None:
         (changed(chunk, "sizes", torch.Size([4, 1])), "entry of the tensor 'w'"),
         (changed(place, "offset", "0"), "place of 'w'"),
         (changed(place, "length", 1.0), "place of 'w'"),
+        (changed(place, "offset", -1), "place of 'w'"),
+        (changed(place, "length", 1 << 63), "place of 'w'"),
         (changed(place, "relative_path", b"__0_0.distcp"), "place of 'w'"),
         (changed(place_index, "offset", "0"), "place of 'w'"),
         (changed(place_index, "fqn", 3), "place of 3"),
