@@ -122,7 +122,8 @@ def memory_runs_short(folder: Path) -> None:
         told = crew.all("save", step=2, values=500_000)
         assert [("failed", "shm-too-small")] * 2 == [(each["phase"], each["code"]) for each in told]
         for each in told:
-            text = r"wants 81\d{5} bytes, \d{6,7} bytes of the file system are free"
+            # The ranks' arenas differ by a page or two, and either rank may come too late.
+            text = r"wants 8[12]\d{5} bytes, \d{6,7} bytes of the file system are free"
             assert re.search(f"an arena in {memory} {text}", each["message"])
         assert [2 * sum(range(20))] * 2 == crew.all("train", rounds=20), "training goes on"
         assert ["committed"] * 2 == [told["phase"] for told in crew.all("save", step=3)]
